@@ -1,0 +1,177 @@
+// accumulate: norms -> factors -> sums of one micro-batch, reading each gradient once from memory.
+//
+// Samples go in groups small enough that a group is still in cache when its sums follow its norms:
+//   norms of group k (from memory) | barrier | factors, sums of group k (from cache) | norms of group k+1 ...
+// Each thread owns a share of the tiles, hence of the coordinates: no per-thread accumulators, one barrier
+// a group, and a result that does not depend on the number of threads, the group size or the split into
+// micro-batches. A group larger than the cache is summed backwards: its end is what the cache still holds.
+#pragma once
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "norms.h"
+#include "rows.h"
+#include "sums.h"
+
+namespace dprs {
+namespace DPRS_ISA {
+
+// F = f scale / h with f = 1 if n <= C' else C'/n, or C'/(n + gamma). Truncated to a 24-bit significand: a
+// clipped norm never exceeds C', F is an fp32 number, and F g is exact in float64 for fp32 gradients.
+inline double factor(double norm, double bound, const Accumulate& a) {
+  const double f = a.clip.gamma >= 0 ? bound / (norm + a.clip.gamma) : norm <= bound ? 1.0 : bound / norm;
+  return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
+}
+
+enum class Kept { none, some, all };
+
+inline Kept kept_in(const uint32_t* bits, int64_t length) {
+  uint32_t any = 0, every = ~0u;
+  for (int64_t c = 0; c < length; c += 32) {
+    const uint32_t valid = length - c >= 32 ? ~0u : (1u << (length - c)) - 1;
+    any |= bits[c / 32];
+    every &= bits[c / 32] | ~valid;
+  }
+  return any == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
+}
+
+struct Scratch {   // one thread's
+  alignas(64) double rows[kRows][kTile];    // gathered rows of any dtype
+  double* factors;                          // [group][segments]
+};
+alignas(64) const double kZeros[kTile] = {};
+
+inline int64_t first_of(const Accumulate& a, int64_t k) { return k * a.group; }
+inline int64_t count_of(const Accumulate& a, int64_t k) { return least(a.group, a.grads.samples - k * a.group); }
+
+// Calls f(first row, number of rows) for a group's rows, some at a time, the rest one by one.
+template <int AtOnce, class F> DPRS_INLINE void for_rows(int64_t count, F f) {
+  int64_t i = 0;
+  for (; i + AtOnce <= count; i += AtOnce) f(i, Constant<AtOnce>());
+  for (; i < count; ++i) f(i, Constant<1>());
+}
+
+template <class T, bool HasKeep, Sum How>
+void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k) {
+  const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
+  const double* factors = own.factors + a.clip.segment_of[tile.param];
+  for_rows<kRows>(count_of(a, k), [&](int64_t i, auto rows_at_once) {
+    constexpr int Rows = decltype(rows_at_once)::value;
+    const T* rows[Rows];
+    double f[Rows];
+    for (int r = 0; r < Rows; ++r) {
+      f[r] = factors[(i + r) * a.clip.segments];
+      const T* row = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
+      // Factor 0 may mean NaN or Inf in the row: read zeros instead (a select, the work is the same).
+      rows[r] = f[r] != 0 ? row : reinterpret_cast<const T*>(kZeros);
+    }
+    add_rows<T, HasKeep, How, Rows>(rows, f, keep, tile.length, a.acc + 8 * tile.padded);
+  });
+}
+
+template <class T, bool HasKeep>
+void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k) {
+  if (!a.integers) sums_of_tile<T, HasKeep, Sum::real>(a, own, tile, k);
+  else if (a.small && sizeof(T) < 8) sums_of_tile<T, HasKeep, sizeof(T) < 8 ? Sum::small : Sum::integer>(a, own, tile, k);
+  else sums_of_tile<T, HasKeep, Sum::integer>(a, own, tile, k);
+}
+
+template <class T, bool HasKeep>
+void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k) {
+  const Tile& tile = work.tiles[t];
+  const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
+  const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
+  const int64_t count = count_of(a, k), stride = a.grads.row_strides[tile.param];
+  for_rows<kNormRows>(count, [&](int64_t i, auto rows_at_once) {
+    constexpr int Rows = decltype(rows_at_once)::value;
+    const T* rows[Rows];
+    const T* next[Rows];
+    // A tile is a page, where the CPU's own prefetching stops: name the pages that come next, which are
+    // the next rows of this tile or, after the last, the first rows of the next tile.
+    const int64_t ahead = i + Rows < count ? Rows * stride : kTile - i * stride;
+    for (int r = 0; r < Rows; ++r) {
+      rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
+      next[r] = rows[r] + ahead;
+    }
+    square_norms<HasKeep, Rows>(rows, next, keep, tile.length, scale, a.partial[k & 1] + t * a.group + i);
+  });
+}
+
+template <class T>
+void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
+  const Tile& tile = work.tiles[t];
+  const uint32_t* bits = a.keep ? a.keep + tile.padded / 32 : nullptr;
+  const Kept kept = bits ? kept_in(bits, tile.length) : Kept::all;
+  if (kept == Kept::none) {   // public: the mask never depends on data
+    for (int64_t i = 0; i < a.group && !sums; ++i) a.partial[k & 1][t * a.group + i] = 0;
+  } else if (kept == Kept::some) {
+    if (sums) sums_of_tile<T, true>(a, own, tile, k);
+    else norms_of_tile<T, true>(a, own, work, t, k);
+  } else {
+    if (sums) sums_of_tile<T, false>(a, own, tile, k);
+    else norms_of_tile<T, false>(a, own, work, t, k);
+  }
+}
+
+inline void visit_tiles(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k,
+                        bool sums) {
+  const int64_t begin = work.first[share], end = work.first[share + 1];
+  for (int64_t n = begin; n < end; ++n) {
+    const int64_t t = sums && a.backwards ? begin + end - 1 - n : n;
+    switch (a.grads.dtypes[work.tiles[t].param]) {
+      case DPRS_F32: visit_tile<float>(a, own, work, t, k, sums); break;
+      case DPRS_F64: visit_tile<double>(a, own, work, t, k, sums); break;
+      case DPRS_BF16: visit_tile<bf16>(a, own, work, t, k, sums); break;
+      default: visit_tile<fp16>(a, own, work, t, k, sums); break;
+    }
+  }
+}
+
+// Every thread computes all factors of a group itself, in the same order: cheaper than a second barrier.
+inline void factors_of_group(const Accumulate& a, Scratch& own, const Work& work, int64_t k, double* norms) {
+  const int64_t segments = a.clip.segments, count = count_of(a, k);
+  for (int64_t i = 0; i < count * segments; ++i) own.factors[i] = 0;
+  for (int64_t t = 0; t < work.count; ++t) {
+    const int64_t segment = a.clip.segment_of[work.tiles[t].param];
+    const double* part = a.partial[k & 1] + t * a.group;
+    for (int64_t i = 0; i < count; ++i) own.factors[i * segments + segment] += part[i];
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    double* f = own.factors + i * segments;
+    bool finite = true;   // of all segments: a sample with a NaN in one layer contributes nothing at all
+    for (int64_t g = 0; g < segments; ++g) {
+      const double scaled = __builtin_sqrt(f[g]);
+      finite &= scaled < a.clip.limit;   // false for NaN, too
+      f[g] = scaled / a.clip.scales[g] * a.clip.scale;
+      if (norms) norms[(first_of(a, k) + i) * segments + g] = f[g];
+    }
+    for (int64_t g = 0; g < segments; ++g) f[g] = finite ? factor(f[g], a.clip.bounds[g], a) : 0.0;
+  }
+}
+
+inline void accumulate(const Accumulate& a, const Work& work) {
+  const int64_t groups = (a.grads.samples + a.group - 1) / a.group;
+#pragma omp parallel num_threads(work.threads)
+  {
+#ifdef _OPENMP
+    const int64_t workers = omp_get_num_threads(), me = omp_get_thread_num();
+#else
+    const int64_t workers = 1, me = 0;
+#endif
+    const FlushSubnormals flush;
+    Scratch own;
+    own.factors = a.factors + me * a.stride;
+    for (int64_t k = 0; k < groups; ++k) {
+      // With fewer threads than asked for, each takes several shares.
+      for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, false);
+#pragma omp barrier
+      // No barrier after the sums: the norms of group k+1 go to the other half of `partial`.
+      factors_of_group(a, own, work, k, me == 0 ? a.norms : nullptr);
+      for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, true);
+    }
+  }
+}
+
+}  // namespace DPRS_ISA
+}  // namespace dprs

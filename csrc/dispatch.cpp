@@ -1,0 +1,135 @@
+// The C interface: run-time choice of the instruction set, and what does not depend on it.
+#include <atomic>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "mask.h"
+#include "tiles.h"
+
+namespace dprs {
+namespace {
+
+constexpr int64_t kAbi = 1;
+constexpr int64_t kLevels = 3;
+
+const Kernels* table(int64_t level) {
+#if defined(__x86_64__)
+  if (level == 2) return &kAvx512;
+  if (level == 1) return &kAvx2;
+#endif
+  return level == 0 ? &kBaseline : nullptr;
+}
+
+bool usable(int64_t level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();   // checks that the operating system saves the registers, too
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (level == 2)
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (level == 1) return avx2;
+#endif
+  return level == 0;
+}
+
+int64_t highest() {
+  int64_t best = 0;
+  for (int64_t level = 0; level < kLevels; ++level)
+    if (usable(level)) best = level;
+  return best;
+}
+
+std::atomic<int64_t>& level() {
+  static std::atomic<int64_t> value{highest()};
+  return value;
+}
+
+const Kernels& kernels() { return *table(level().load(std::memory_order_relaxed)); }
+
+}  // namespace
+}  // namespace dprs
+
+using dprs::kernels;
+
+extern "C" {
+
+void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
+                     int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
+  const int64_t row = dprs::row_bytes(*grads);
+  if (group <= 0) group = dprs::choose_group(row);
+  const std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
+  const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
+  // Each thread's factors start on a cache line of their own.
+  const int64_t stride = (group * clip->segments + 15) / 8 * 8;
+  std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
+  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
+                        group * row > dprs::kCache, {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride},
+                       {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
+}
+void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads) {
+  const std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
+  kernels().release(*r, keep, static_cast<const char*>(acc),
+                    {tiles.data(), static_cast<int64_t>(tiles.size()), nullptr, threads});
+}
+void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z) {
+  kernels().normals(key, step, block, blocks, z);
+}
+void dprs_normals_from_words(const uint32_t* words, int64_t blocks, double* z) {
+  kernels().normals_from_words(words, blocks, z);
+}
+void dprs_words(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, uint32_t* words) {
+  kernels().words(key, step, block, blocks, words);
+}
+uint64_t dprs_draw_mask(const uint64_t key[4], const int64_t* sizes, int64_t params, int64_t dropped,
+                        uint32_t* bits, int64_t threads) {
+  return dprs::draw_mask(key, sizes, params, dropped, bits, threads);
+}
+
+uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads) {
+  uint64_t seen = 0;   // returned, so that no read can be left out
+#pragma omp parallel num_threads(threads) reduction(^ : seen)
+  {
+#ifdef _OPENMP
+    const int64_t workers = omp_get_num_threads(), me = omp_get_thread_num();
+#else
+    const int64_t workers = 1, me = 0;
+#endif
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t* words = static_cast<const uint64_t*>(data[i]);
+      const int64_t n = bytes[i] / 8, begin = n * me / workers, end = n * (me + 1) / workers;
+      uint64_t lanes[8] = {};   // 64 bytes a turn: no add waits for another
+      int64_t w = begin;
+      for (; w + 8 <= end; w += 8)
+        for (int l = 0; l < 8; ++l) lanes[l] ^= words[w + l];
+      for (; w < end; ++w) lanes[0] ^= words[w];
+      for (uint64_t l : lanes) seen ^= l;
+    }
+  }
+  return seen;
+}
+
+int64_t dprs_abi(void) { return dprs::kAbi; }
+int64_t dprs_levels(void) {
+  int64_t bits = 0;
+  for (int64_t l = 0; l < dprs::kLevels; ++l) bits |= static_cast<int64_t>(dprs::usable(l)) << l;
+  return bits;
+}
+const char* dprs_level_name(int64_t level) {
+  const dprs::Kernels* t = dprs::table(level);
+  return t ? t->name : "";
+}
+int64_t dprs_level(void) { return dprs::level().load(); }
+int64_t dprs_set_level(int64_t level) {
+  if (!dprs::table(level) || !dprs::usable(level)) return -1;
+  return dprs::level().exchange(level);
+}
+int64_t dprs_has_openmp(void) {
+#ifdef _OPENMP
+  return 1;
+#else
+  return 0;
+#endif
+}
+}

@@ -1,0 +1,77 @@
+// The C interface of the CPU kernels: what dprs_kernels/backends/native.py calls through ctypes.
+// Nothing of torch or Python is included, so one library serves every version of both.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+// One micro-batch of per-sample gradients, a list of P tensors [N, *shape], each where it lies.
+struct dprs_grads {
+  int64_t params;             // P
+  int64_t samples;            // N
+  const int64_t* sizes;       // [P] coordinates of a parameter
+  const void* const* data;    // [P] first value of sample 0
+  const int64_t* dtypes;      // [P] dprs_dtype
+  const int64_t* row_strides; // [P] elements from one sample to the next
+  const int64_t* dims;        // [P] 0: a sample's values are contiguous; else entries used below
+  const int64_t* shapes;      // [P][DPRS_MAX_DIMS]
+  const int64_t* strides;     // [P][DPRS_MAX_DIMS], in elements
+};
+
+enum dprs_dtype { DPRS_F32 = 0, DPRS_F64 = 1, DPRS_BF16 = 2, DPRS_F16 = 3 };
+enum { DPRS_MAX_DIMS = 16 };
+
+// Clipping of one logical step. Segment = what shares a norm: everything (flat) or a parameter.
+struct dprs_clip {
+  int64_t segments;
+  const int64_t* segment_of;   // [P]
+  const double* bounds;        // [segments] C' (inf: no clipping)
+  const double* scales;        // [segments] s of norms.h, powers of two
+  double limit;                // s n at or above it: not finite, the sample contributes nothing
+  double gamma;                // < 0: min(1, C'/n); else automatic clipping C'/(n + gamma)
+  double scale;                // the micro-batch's n under a mean loss, else 1
+};
+
+// acc[j] += sum_i contribution(f_i keep_j g_ij) over the N samples, in sample order.
+//   unit > 0: acc is int64 and a contribution is rint(f g / unit): sums are exact.
+//   small:    contributions of at most 2^29 units: faster, the same bits.
+//   unit = 0: acc is float64 and a contribution is f g.
+// keep: bit-packed, parameters padded to 32 coordinates, or null (all kept); acc has the same padding.
+// norms: null or [N, segments]. group: samples per cache window, 0 = choose.
+void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
+                     int64_t small, void* acc, double* norms, int64_t group, int64_t threads);
+
+struct dprs_release {
+  int64_t params;
+  const int64_t* sizes;        // [P]
+  void* const* out;            // [P] contiguous, written whole; dropped coordinates become +0
+  const int64_t* dtypes;       // [P] dprs_dtype of out
+  double unit;                 // as above; 0: acc is float64
+  double grid;                 // g, a power of two; 0: no noise and no snapping
+  double noise_std;            // sigma C
+  double divisor;              // expected batch size
+  uint32_t key[8];
+  uint64_t step;
+};
+// out = (rint(S/g) + keep rint(noise_std z / g)) g / divisor
+void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads);
+
+// z[j] for the padded coordinates [8*block, 8*(block+blocks)), and the words that made them.
+void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z);
+void dprs_normals_from_words(const uint32_t* words, int64_t blocks, double* z);
+void dprs_words(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);
+
+// Keep bits with exactly `dropped` zeros among the sum of sizes; returns tau (see mask.h).
+uint64_t dprs_draw_mask(const uint64_t key[4], const int64_t* sizes, int64_t params, int64_t dropped,
+                        uint32_t* bits, int64_t threads);
+
+// Reads every buffer once with all threads: the limit that benchmarks compare with.
+uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads);
+
+int64_t dprs_abi(void);                      // bumped whenever a struct or signature changes
+int64_t dprs_levels(void);                   // bit 0 baseline, 1 AVX2, 2 AVX-512: usable on this CPU
+const char* dprs_level_name(int64_t level);
+int64_t dprs_level(void);                    // the one in use: the highest
+int64_t dprs_set_level(int64_t level);       // for tests; returns the previous level, -1 if not usable
+int64_t dprs_has_openmp(void);
+}

@@ -1,0 +1,8 @@
+// The kernels, compiled with the flags that setup.py gives this file.
+#define DPRS_ISA avx512
+#include "kernels.h"
+#include "noise.h"
+
+namespace dprs {
+const Kernels kAvx512 = {"avx512", avx512::accumulate, avx512::release, avx512::normals, avx512::normals_from_words, avx512::words};
+}  // namespace dprs

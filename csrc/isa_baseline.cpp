@@ -1,0 +1,8 @@
+// The kernels, compiled with the flags that setup.py gives this file.
+#define DPRS_ISA baseline
+#include "kernels.h"
+#include "noise.h"
+
+namespace dprs {
+const Kernels kBaseline = {"baseline", baseline::accumulate, baseline::release, baseline::normals, baseline::normals_from_words, baseline::words};
+}  // namespace dprs

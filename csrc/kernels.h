@@ -1,0 +1,59 @@
+// What the C interface (dispatch.cpp) and the per-instruction-set kernels (isa_*.cpp) share.
+//
+// Everything here is plain data. The isa_*.cpp files must not instantiate standard templates or define
+// functions outside their own namespace: the linker keeps one copy of such a function, and if that is the
+// AVX-512 one an older CPU stops with an illegal instruction. tests/test_native.py looks for it.
+#pragma once
+#include "dprs.h"
+
+namespace dprs {
+
+constexpr int kTile = 1024;   // 4 KB of fp32: a page of each row, 8 KB of accumulator, both in L1
+
+// The unit of work: at most kTile consecutive coordinates of one parameter, so one dtype, one clipping
+// segment and one run of keep bits.
+struct Tile {
+  int64_t param;
+  int64_t start;    // first coordinate, within the parameter
+  int64_t padded;   // the same in the padded layout; a multiple of 32
+  int64_t length;
+};
+
+// Work shared out: worker w has tiles [first[w], first[w + 1]).
+struct Work {
+  const Tile* tiles;
+  int64_t count;
+  const int64_t* first;
+  int64_t threads;
+};
+
+struct Accumulate {
+  dprs_grads grads;
+  dprs_clip clip;
+  const uint32_t* keep;
+  bool integers;       // acc holds int64 multiples of the unit h, else float64
+  bool small;          // a contribution is at most 2^29 units
+  double per_unit;     // 1/h, or 1 without a unit
+  char* acc;           // [padded] int64 or float64
+  double* norms;       // null or [N, segments]
+  int64_t group;       // samples per group
+  bool backwards;      // sum the tiles in reverse
+  double* partial[2];  // [tiles][group] squared norms; two groups are in flight
+  double* factors;     // [threads][stride], of which [group][segments] are used
+  int64_t stride;
+};
+
+struct Kernels {
+  const char* name;
+  void (*accumulate)(const Accumulate&, const Work&);
+  void (*release)(const dprs_release&, const uint32_t* keep, const char* acc, const Work&);
+  void (*normals)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, double* z);
+  void (*normals_from_words)(const uint32_t* words, int64_t blocks, double* z);
+  void (*words)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);
+};
+
+extern const Kernels kBaseline;   // SSE2 on x86-64, NEON on AArch64
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+
+}  // namespace dprs

@@ -1,0 +1,83 @@
+// norms: n_i^2 = sum_j keep_j g_ij^2 for a few rows of a tile at once (they share the loads of the mask).
+//
+// fp32, bf16, fp16: squares of y = s g, in blocks of 256 values: 16 lanes of 16 additions, one more to join
+// them, then float64. Nothing is added more than 17 times in fp32, so the relative error of n is at most
+// (18/2) 2^-24 < 2^-20, the margin of the factor, whatever the values are. (Converting every value to
+// float64 would take three times as long.)
+// s is a power of two, 2^-36 over the bound that n is compared with: squares overflow only where n exceeds
+// 2^97 bounds (such a sample counts as not finite), and what underflows is below 2^-27 bounds: D < 2^33
+// coordinates of that size together change n by less than the rest of the margin.
+// Multiplications and additions are separate, so that all instruction sets give the same bits.
+#pragma once
+#include "simd.h"
+
+namespace dprs {
+namespace DPRS_ISA {
+
+constexpr int kNormRows = 2;   // rows at once: they share the mask; 4 streams from memory are slower than 2
+constexpr int kNormLanes = 16;
+constexpr int kNormBlock = 256;
+
+// The sum of 8 lanes by a tree of fixed shape, lane i with lane i + half: the same on every instruction set.
+DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
+  double x[8];
+  std::memcpy(x, lanes, sizeof x);
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+// out[r] = s^2 times the sum of squares of row r. next[r]: what will be read after it, fetched meanwhile.
+template <bool HasKeep, int Rows, class T>
+inline void square_norms(const T* const* rows, const T* const* next, const uint32_t* keep, int64_t length,
+                         double scale, double* out) {
+  constexpr int kSums = kNormLanes / kStep;
+  const f32v s = f32v{} + static_cast<float>(scale);
+  f64v total[Rows][8 / kLanes] = {};   // 8 lanes of float64 a row
+  for (int64_t begin = 0; begin < length; begin += kNormBlock) {
+    f32v acc[Rows][kSums] = {};
+    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, least(begin + kNormBlock, length),
+                    [&](const T* const* p, int64_t at, int64_t c, uint32_t word) {
+      for (int r = 0; r < Rows; ++r)
+        for (int64_t line = 0; line < kWord; line += 64 / sizeof(T)) __builtin_prefetch(next[r] + c + line, 0, 2);
+      for (int v = 0; v < kVectors; ++v) {
+        const u32v m = keep_mask(word, v);
+        for (int r = 0; r < Rows; ++r) {
+          const f32v y = load_kept<HasKeep>(p[r] + at + v * kStep, m) * s;
+          acc[r][v % kSums] += y * y;
+        }
+      }
+    });
+    for (int r = 0; r < Rows; ++r) {   // 16 lanes to 8 in fp32, then float64
+      if constexpr (kSums == 1) {      // AVX-512: one register holds the 16
+        total[r][0] += widen(low<f32h>(acc[r][0]) + high<f32h>(acc[r][0]));
+      } else {
+        for (int v = 0; v < kSums / 2; ++v) {
+          const Pair eight = widen(acc[r][v] + acc[r][v + kSums / 2]);
+          total[r][2 * v] += eight.lo;
+          total[r][2 * v + 1] += eight.hi;
+        }
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r) out[r] = join_all(total[r]);
+}
+
+// fp64: squares in float64.
+template <bool HasKeep, int Rows>
+inline void square_norms(const double* const* rows, const double* const*, const uint32_t* keep, int64_t length,
+                         double scale, double* out) {
+  constexpr int kSums = 8 / kLanes;
+  f64v total[Rows][kSums] = {};
+  for_words<Rows>(rows, HasKeep ? keep : nullptr, 0, length,
+                  [&](const double* const* p, int64_t at, int64_t, uint32_t word) {
+    for (int v = 0; v < kVectors; ++v)
+      for (int r = 0; r < Rows; ++r) {
+        const Pair y = load_pair<HasKeep>(p[r] + at + v * kStep, keep_mask(word, v));
+        total[r][2 * v % kSums] += (y.lo * scale) * (y.lo * scale);
+        total[r][(2 * v + 1) % kSums] += (y.hi * scale) * (y.hi * scale);
+      }
+  });
+  for (int r = 0; r < Rows; ++r) out[r] = join_all(total[r]);
+}
+
+}  // namespace DPRS_ISA
+}  // namespace dprs

@@ -1,0 +1,45 @@
+// rows: a tile of one sample's gradient as contiguous values, wherever they lie.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace dprs {
+namespace DPRS_ISA {
+
+// Copies values [start, start + length) of a strided sample (row-major order of its shape) into `out`.
+template <class T>
+inline void gather(const T* sample, const int64_t* shape, const int64_t* stride, int64_t dims,
+                   int64_t start, int64_t length, T* out) {
+  int64_t index[DPRS_MAX_DIMS];
+  for (int64_t d = dims - 1, rest = start; d >= 0; --d) {
+    index[d] = rest % shape[d];
+    rest /= shape[d];
+  }
+  const int64_t inner = shape[dims - 1], step = stride[dims - 1];
+  for (int64_t done = 0; done < length;) {
+    const T* p = sample;
+    for (int64_t d = 0; d < dims; ++d) p += index[d] * stride[d];
+    const int64_t run = least(length - done, inner - index[dims - 1]);
+    for (int64_t i = 0; i < run; ++i) out[done + i] = p[i * step];
+    done += run;
+    index[dims - 1] += run;
+    for (int64_t d = dims - 1; d > 0 && index[d] == shape[d]; --d) {   // carry
+      index[d] = 0;
+      ++index[d - 1];
+    }
+  }
+}
+
+// The values of `tile` for sample i: in place where a sample is contiguous, else gathered into `scratch`.
+template <class T>
+inline const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scratch) {
+  const T* sample = static_cast<const T*>(g.data[tile.param]) + i * g.row_strides[tile.param];
+  const int64_t dims = g.dims[tile.param];
+  if (dims == 0) return sample + tile.start;
+  const int64_t at = tile.param * DPRS_MAX_DIMS;
+  gather(sample, g.shapes + at, g.strides + at, dims, tile.start, tile.length, scratch);
+  return scratch;
+}
+
+}  // namespace DPRS_ISA
+}  // namespace dprs

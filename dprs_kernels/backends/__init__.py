@@ -1,0 +1,56 @@
+"""The registry: which backends exist, which can run here, which one a call gets.
+
+A backend is a module with the two verbs `accumulate_` and `release` of reference.py and a function
+`unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can).
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+
+NAMES = ("reference", "cpu", "triton")
+_warned: set[str] = set()
+
+
+def _module(name: str) -> ModuleType | None:
+    if name == "triton":
+        return None
+    return importlib.import_module(f"dprs_kernels.backends.{name}")
+
+
+def unavailable(name: str, device: torch.device) -> str:
+    """Why `name` cannot run on `device`; "" if it can."""
+    module = _module(name)
+    if module is None:
+        return "the Triton kernels are not part of this version"
+    return str(module.unavailable(device))
+
+
+def resolve(name: str, device: torch.device) -> ModuleType:
+    """The backend for a call: the named one or ValueError; "auto" goes by the device and warns once when it
+    falls back to the reference."""
+    if name == "auto":
+        wanted = "cpu" if device.type == "cpu" else "triton"
+        why = unavailable(wanted, device)
+        if why:
+            if wanted not in _warned:
+                _warned.add(wanted)
+                warnings.warn(
+                    f"dprs_kernels: the {wanted} backend cannot run ({why}); using the reference, which is correct "
+                    "and slow",
+                    stacklevel=4,
+                )
+            wanted = "reference"
+        name = wanted
+    elif name not in NAMES:
+        raise ValueError(f"backend: got {name!r}; expected one of auto, {', '.join(NAMES)}")
+    elif why := unavailable(name, device):
+        usable = [other for other in NAMES if not unavailable(other, device)]
+        raise ValueError(f"backend: {name!r} cannot run on {device}: {why}. Available here: {', '.join(usable)}")
+    module = _module(name)
+    assert module is not None
+    return module

@@ -1,0 +1,107 @@
+"""The CPU backend: builds the tables that csrc/ reads, and calls it.
+
+Gradients stay where they lie: the kernels get addresses and strides, never a copy of [N, D]. Results do not
+depend on the number of threads, the group size or the split into micro-batches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from dprs_kernels import native
+from dprs_kernels.native import DTYPES, MAX_DIMS, int64s
+from dprs_kernels.plan import NORM_LIMIT, StepPlan
+
+_group = 0   # samples per cache window; 0: csrc/tiles.h chooses
+
+
+@contextmanager
+def group_size(samples: int) -> Iterator[None]:
+    """For tests: another cache window. Results must not change."""
+    global _group
+    before, _group = _group, samples
+    try:
+        yield
+    finally:
+        _group = before
+
+
+def unavailable(device: torch.device) -> str:
+    if device.type != "cpu":
+        return f"it needs tensors on the CPU, got {device}"
+    return "" if native.library() is not None else native.reason()
+
+
+def accumulate_(
+    total: torch.Tensor, grads: Sequence[torch.Tensor], bits: torch.Tensor | None, plan: StepPlan
+) -> torch.Tensor:
+    """total += S of one micro-batch; returns its norms [N, segments], which are private."""
+    samples, parts = grads[0].shape[0], len(grads)
+    norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
+    dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
+    for p, grad in enumerate(grads):
+        if not _rows_contiguous(grad):
+            dims[p], at = grad.dim() - 1, p * MAX_DIMS
+            shapes[at : at + dims[p]], strides[at : at + dims[p]] = grad.shape[1:], grad.stride()[1:]
+    tables = [
+        int64s(plan.layout.sizes),
+        int64s([grad.data_ptr() for grad in grads]),
+        int64s([DTYPES[grad.dtype] for grad in grads]),
+        int64s([grad.stride(0) for grad in grads]),
+        int64s(dims),
+        int64s(shapes),
+        int64s(strides),
+    ]
+    batch = native.Grads(parts, samples, *map(ctypes.addressof, tables))
+    segment_of, bounds = int64s(plan.segment_of), native.float64s(plan.bounds)
+    scales = native.float64s(plan.norm_scales(samples))
+    clip = native.Clip(
+        len(bounds), *map(ctypes.addressof, (segment_of, bounds, scales)), NORM_LIMIT, plan.gamma,
+        plan.loss_scale(samples),
+    )   # fmt: skip
+    native.loaded().dprs_accumulate(
+        ctypes.byref(batch), _address(bits), ctypes.byref(clip), plan.unit, plan.small,
+        total.data_ptr(), norms.data_ptr(), _group, native.threads(),
+    )   # fmt: skip
+    return norms
+
+
+def release(
+    outs: Sequence[torch.Tensor],
+    total: torch.Tensor,
+    bits: torch.Tensor | None,
+    plan: StepPlan,
+    key: bytes,
+    step: int,
+) -> None:
+    """Same verb as reference.release; outs are contiguous."""
+    sizes = int64s(plan.layout.sizes)
+    addresses = int64s([out.data_ptr() for out in outs])
+    dtypes = int64s([DTYPES[out.dtype] for out in outs])
+    job = native.Release(
+        len(outs), *map(ctypes.addressof, (sizes, addresses, dtypes)), plan.unit, plan.grid, plan.noise_std,
+        plan.expected_batch_size, (ctypes.c_uint32 * 8).from_buffer_copy(key), step,
+    )   # fmt: skip
+    native.loaded().dprs_release_noised(ctypes.byref(job), _address(bits), total.data_ptr(), native.threads())
+    ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))   # the key does not linger in freed memory
+
+
+def _address(bits: torch.Tensor | None) -> int | None:
+    return None if bits is None else bits.data_ptr()
+
+
+def _rows_contiguous(grad: torch.Tensor) -> bool:
+    """Are one sample's values contiguous in row-major order? (Samples may be any distance apart.)"""
+    if grad.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in zip(reversed(grad.shape[1:]), reversed(grad.stride()[1:]), strict=True):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,134 @@
+"""The C interface of csrc/ through ctypes: finding the library, its structs, its functions.
+
+`library()` is the loaded library or None, `reason()` says why None. Mirrors csrc/dprs.h; ABI guards against a
+library left over from another version. torch is imported first on purpose: its OpenMP runtime is then the one
+that this library shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from dprs_kernels.layout import WORD, Layout
+
+ABI = 1
+MAX_DIMS = 16
+PATH = Path(__file__).with_name("_cpu_kernels.so")
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_i64, _u64, _f64, _ptr = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+
+
+class Grads(ctypes.Structure):
+    """dprs_grads"""
+
+    _fields_ = [("params", _i64), ("samples", _i64), ("sizes", _ptr), ("data", _ptr), ("dtypes", _ptr),
+                ("row_strides", _ptr), ("dims", _ptr), ("shapes", _ptr), ("strides", _ptr)]   # fmt: skip
+
+
+class Clip(ctypes.Structure):
+    """dprs_clip"""
+
+    _fields_ = [("segments", _i64), ("segment_of", _ptr), ("bounds", _ptr), ("scales", _ptr), ("limit", _f64),
+                ("gamma", _f64), ("scale", _f64)]   # fmt: skip
+
+
+class Release(ctypes.Structure):
+    """dprs_release"""
+
+    _fields_ = [("params", _i64), ("sizes", _ptr), ("out", _ptr), ("dtypes", _ptr), ("unit", _f64), ("grid", _f64),
+                ("noise_std", _f64), ("divisor", _f64), ("key", ctypes.c_uint32 * 8), ("step", _u64)]   # fmt: skip
+
+
+_SIGNATURES = {
+    "dprs_abi": (_i64, []),
+    "dprs_accumulate": (None, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _ptr, _i64, _i64]),
+    "dprs_release_noised": (None, [_ptr, _ptr, _ptr, _i64]),
+    "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
+    "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),
+    "dprs_words": (None, [_ptr, _u64, _u64, _i64, _ptr]),
+    "dprs_draw_mask": (_u64, [_ptr, _ptr, _i64, _i64, _ptr, _i64]),
+    "dprs_read_once": (_u64, [_ptr, _ptr, _i64, _i64]),
+    "dprs_levels": (_i64, []),
+    "dprs_level": (_i64, []),
+    "dprs_set_level": (_i64, [_i64]),
+    "dprs_level_name": (ctypes.c_char_p, [_i64]),
+    "dprs_has_openmp": (_i64, []),
+}
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    remedy = "build it with: pip install --force-reinstall --no-deps . (needs g++ or clang++ with C++17)"
+    if not PATH.exists():
+        return None, f"{PATH.name} is not built, no C++ compiler at installation? {remedy}"
+    try:
+        library = ctypes.CDLL(os.fspath(PATH))
+    except OSError as error:
+        return None, f"{PATH.name} does not load: {error}; {remedy}"
+    library.dprs_abi.restype = _i64
+    if library.dprs_abi() != ABI:
+        return None, f"{PATH.name} has interface {library.dprs_abi()}, expected {ABI}; {remedy}"
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library, "available"
+
+
+def library() -> ctypes.CDLL | None:
+    return _load()[0]
+
+
+def reason() -> str:
+    """Why library() is None, or "available"."""
+    return _load()[1]
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, or RuntimeError with the reason."""
+    found = library()
+    if found is None:
+        raise RuntimeError(f"the CPU kernels cannot run: {reason()}")
+    return found
+
+
+def levels() -> list[str]:
+    """Instruction sets that this build has and this CPU runs, lowest first."""
+    lib = loaded()
+    return [lib.dprs_level_name(level).decode() for level in range(8) if lib.dprs_levels() >> level & 1]
+
+
+def int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (_i64 * len(values))(*values)
+
+
+def float64s(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (_f64 * len(values))(*values)
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def draw_mask(layout: Layout, dropped: int, key: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Same verb as reference.draw_mask."""
+    bits = torch.empty(layout.padded // WORD, dtype=torch.int32)
+    tau = loaded().dprs_draw_mask(
+        (_u64 * 4)(*key), int64s(layout.sizes), len(layout.sizes), dropped, bits.data_ptr(), threads()
+    )
+    return bits, tau
+
+
+def read_once(tensors: Sequence[torch.Tensor]) -> int:
+    """Reads every contiguous CPU tensor once with all threads: the limit that benchmarks compare with."""
+    if not all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+        raise ValueError("tensors: expected contiguous tensors on the CPU")
+    addresses = (_ptr * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = int64s([t.numel() * t.element_size() for t in tensors])
+    return int(loaded().dprs_read_once(addresses, sizes, len(tensors), threads()))

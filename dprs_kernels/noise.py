@@ -1,0 +1,157 @@
+"""NoiseSource: the secret key, the step counter, and the grid that noise is rounded to.
+
+Noise is a pure function of (key, step, padded coordinate); see reference.words and reference.normals. This file
+holds what must not go wrong around that function (PRIVACY.md R1-R4): where keys come from, that no
+(key, step) is used twice, and that keys leave by no door.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import math
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+MAX_STEPS = 2**64
+_sources: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
+_next_handle = 0
+
+
+class Stream(NamedTuple):
+    """One step's right to noise: handed out once, by NoiseSource.claim."""
+
+    key: bytes
+    step: int
+
+    def __repr__(self) -> str:
+        return f"Stream(key=<secret>, step={self.step})"
+
+
+class NoiseSource:
+    """ChaCha20 noise under a fresh 256-bit key from the operating system.
+
+    The key is never printed, pickled, copied or saved: a copy, an unpickled source or a forked child has a
+    fresh key of its own, because two holders of one key would repeat each other's noise. `key_id` is a public
+    fingerprint for logs.
+
+    >>> NoiseSource().step
+    0
+    """
+
+    def __init__(self) -> None:
+        self._start(os.urandom(32), seed=None)   # raises where the system has no entropy: no fallback
+
+    @classmethod
+    def seeded_for_tests(cls, seed: int) -> NoiseSource:
+        """The same noise every time, for tests and debugging. Carries no privacy claim: anyone who knows or
+        guesses the seed can subtract the noise."""
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise ValueError(f"seed: got {seed!r}; expected an integer in [0, 2^64)")
+        source = cls.__new__(cls)
+        source._start(hashlib.sha256(b"dprs_kernels seeded noise" + seed.to_bytes(8, "little")).digest(), seed)
+        return source
+
+    def _start(self, key: bytes, seed: int | None) -> None:
+        global _next_handle
+        self._key = key
+        self._seed = seed
+        self._step = 0
+        self._pid = os.getpid()
+        # A compiled graph cannot hold this object; it holds the handle, and the ticket it appears to write,
+        # so that no two calls are merged and none is removed (ops.py).
+        self._handle, _next_handle = _next_handle, _next_handle + 1
+        self._ticket = torch.zeros((), dtype=torch.int64)
+        _sources[self._handle] = self
+
+    @property
+    def step(self) -> int:
+        """The step that the next claim gets."""
+        return self._step
+
+    @property
+    def key_id(self) -> str:
+        """Public fingerprint of the key: 16 hex digits."""
+        return hashlib.sha256(b"dprs_kernels key id" + self._key).hexdigest()[:16]
+
+    @property
+    def private(self) -> bool:
+        """False for a seeded source: nothing released with it carries a privacy claim."""
+        return self._seed is None
+
+    def claim(self) -> Stream:
+        """The next (key, step). The counter advances first, so an error afterwards wastes a step and never
+        repeats one."""
+        if os.getpid() != self._pid:
+            if not self.private:
+                raise RuntimeError(
+                    "this seeded NoiseSource was forked: parent and child would draw the same noise; make a "
+                    "NoiseSource.seeded_for_tests with another seed in the child"
+                )
+            self._start(os.urandom(32), seed=None)
+        step = self._step
+        if step >= MAX_STEPS:
+            raise OverflowError("NoiseSource: all 2^64 steps of this key are used; make a new NoiseSource")
+        self._step = step + 1
+        return Stream(self._key, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Public position: never the key, never the seed."""
+        return {"version": 1, "key_id": self.key_id, "step": self._step, "private": self.private}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Secure: a fresh key at the saved step, since the words up to it may already be out in the world.
+        Seeded: the saved step of the same seed, so a test can replay a run bit for bit."""
+        if self.private != state["private"] or (not self.private and state["key_id"] != self.key_id):
+            raise ValueError(
+                f"state: saved from a {'secure' if state['private'] else 'seeded'} source with key_id "
+                f"{state['key_id']}; this one is {'secure' if self.private else 'seeded'} with {self.key_id}"
+            )
+        if self.private:
+            self._start(os.urandom(32), seed=None)
+        self._step = int(state["step"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._seed is None:
+            return NoiseSource, ()
+        return _seeded_at, (self._seed, self._step)
+
+    def __copy__(self) -> NoiseSource:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoiseSource:
+        function, arguments = self.__reduce__()
+        return function(*arguments)
+
+    def __repr__(self) -> str:
+        kind = "secure" if self.private else "seeded for tests, no privacy claim"
+        return f"NoiseSource({kind}, key_id={self.key_id}, step={self._step})"
+
+
+def _seeded_at(seed: int, step: int) -> NoiseSource:
+    source = NoiseSource.seeded_for_tests(seed)
+    source._step = step
+    return source
+
+
+def _refuse(stream: Stream) -> Any:
+    raise TypeError("a Stream holds a noise key and cannot be pickled or copied")
+
+
+copyreg.pickle(Stream, _refuse)
+
+
+def source_of(handle: int) -> NoiseSource:
+    """The live source with this handle (compiled graphs only)."""
+    source = _sources.get(handle)
+    if source is None:
+        raise ValueError(f"noise: the NoiseSource with handle {handle} no longer exists; compile again")
+    return source
+
+
+def grid_of(noise_std: float) -> float:
+    """g = 2^floor(log2(noise_std 2^-20)), 0 for noise_std = 0 (R4)."""
+    return math.ldexp(1.0, math.frexp(noise_std)[1] - 21) if noise_std > 0 else 0.0

@@ -1,0 +1,222 @@
+"""fused_rs_dp_step and PrivateSum: the whole operation on one page.
+
+    n_i = || keep o g_i ||            f_i = min(1, C'/n_i), 0 if n_i is not finite       C' = C (1 - 2^-20)
+    S   = sum_i f_i keep o g_i
+    p.grad = keep o ( snap(S) + snap(sigma C z) ) / expected_batch_size                  z ~ N(0, I)
+
+Misuse raises here, before anything is written. reference.py is the specification of each verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dprs_kernels import backends, inputs, reference
+from dprs_kernels.layout import Layout
+from dprs_kernels.mask import KeepMask
+from dprs_kernels.noise import NoiseSource
+from dprs_kernels.plan import StepPlan, make_plan
+
+
+@dataclass
+class NonPrivateDiagnostics:
+    """What a step saw of the data: raw norms. Looking at it, or letting it steer anything, is a release that
+    no epsilon covers. For debugging on data that is not private.
+
+    norms: [N, segments] float64, in the order the samples came; inf where a sample was left out.
+    clipped: the share of norms above their bound.
+    """
+
+    norms: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
+    clipped: float = 0.0
+
+    def _update(self, norms: torch.Tensor, plan: StepPlan) -> None:
+        self.norms = norms if self.norms.numel() == 0 else torch.cat([self.norms, norms])
+        if self.norms.numel():
+            bounds = torch.tensor(plan.bounds, dtype=torch.float64, device=norms.device)
+            self.clipped = float((self.norms > bounds).double().mean())
+
+
+class PrivateSum:
+    """A private sum over a logical batch that comes in micro-batches: `add` each, then `release` once.
+
+    keep, max_grad_norm, noise_multiplier and the parameters are fixed for its life; the result does not depend on
+    how the batch was split (bit for bit, on every backend). Memory: one 8-byte accumulator per coordinate.
+
+    >>> model = torch.nn.Linear(3, 1)
+    >>> total = PrivateSum(model.parameters(), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4,
+    ...                    noise=NoiseSource())
+    >>> for _ in range(2):
+    ...     total.add([torch.randn(2, 1, 3), torch.randn(2, 1)])
+    >>> total.release()
+    >>> model.weight.grad.shape
+    torch.Size([1, 3])
+    """
+
+    _frozen = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        keep: KeepMask | None = None,
+        max_grad_norm: float | Sequence[float],
+        noise_multiplier: float,
+        expected_batch_size: float,
+        noise: NoiseSource,
+        loss_reduction: str = "sum",
+        clipping: str = "flat",
+        backend: str = "auto",
+        grad_scaler: Any = None,
+        non_private_diagnostics: NonPrivateDiagnostics | None = None,
+    ) -> None:
+        self.names, self.params = inputs.named_params(params)
+        layout = Layout.of(self.params)
+        if keep is not None and not isinstance(keep, KeepMask):
+            raise ValueError(f"keep: got {type(keep).__name__}; expected a KeepMask, or None to keep everything")
+        if keep is not None and keep.layout != layout:
+            raise ValueError(
+                f"keep: made for parameters of other shapes ({keep.size} coordinates in {len(keep.layout.shapes)} "
+                f"tensors; params have {layout.size} in {len(layout.shapes)}); draw it from the same list"
+            )
+        if not isinstance(noise, NoiseSource):
+            raise ValueError(f"noise: got {type(noise).__name__}; expected a NoiseSource")
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            raise ValueError(
+                "grad_scaler: dynamic loss scaling is refused: the scale reacts to the data and is not accounted for, "
+                "and scaled gradients are all clipped; train in bf16, or unscale the per-sample gradients first"
+            )
+        self.plan = make_plan(
+            layout, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, clipping=clipping,
+        )   # fmt: skip
+        self.keep = keep
+        self.noise = noise
+        self._diagnostics = non_private_diagnostics
+        self._backend = backends.resolve(backend, self.params[0].device)
+        self._used = inputs.UsedOnce()
+        self._total: torch.Tensor | None = None
+        self._released = False
+        self._frozen = True
+
+    @torch.no_grad()
+    def add(self, grad_samples: Any = None) -> None:
+        """Adds one micro-batch [N, *shape] per parameter; N = 0 is an ordinary micro-batch."""
+        self._check_open("add")
+        batches, sources = inputs.micro_batches(self.names, self.params, grad_samples)
+        for batch in batches:
+            self._used.add(self.names, batch)
+        for batch in batches:
+            norms = self._backend.accumulate_(self._sum(), batch, self._bits(), self.plan)
+            if self._diagnostics is not None:
+                self._diagnostics._update(norms, self.plan)
+        inputs.consume(self.params, sources)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Adds the noise, once, and writes p.grad: in place where there is one that fits, else a new tensor."""
+        self._check_open("release")
+        self._write([_gradient_of(param) for param in self.params])
+
+    def _write(self, outs: Sequence[torch.Tensor]) -> None:
+        self.__dict__["_released"] = True   # before noise is made: an error now never leads to a second try
+        stream = self.noise.claim()
+        self._backend.release(outs, self._sum(), self._bits(), self.plan, stream.key, stream.step)
+        self.__dict__["_total"] = None
+        for param, out in zip(self.params, outs, strict=True):
+            param.grad = out
+
+    def _sum(self) -> torch.Tensor:
+        if self._total is None:
+            self.__dict__["_total"] = torch.zeros(
+                self.plan.layout.padded, dtype=reference.total_dtype(self.plan), device=self.params[0].device
+            )
+        assert self._total is not None
+        return self._total
+
+    def _bits(self) -> torch.Tensor | None:
+        """The keep bits, or None where all are kept (the same result, with less work)."""
+        return None if self.keep is None or self.keep.count == self.keep.size else self.keep.bits
+
+    def _check_open(self, verb: str) -> None:
+        if self._released:
+            raise ValueError(f"{verb}: this PrivateSum was released; noise is added once, make a new one per step")
+        if self.keep is not None and not self.keep.unchanged():
+            raise ValueError(f"{verb}: keep.bits was written to; the mask is fixed for the life of a PrivateSum")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise ValueError(f"{name}: fixed for the life of a PrivateSum; make a new one")
+        super().__setattr__(name, value)
+
+
+def _gradient_of(param: torch.Tensor) -> torch.Tensor:
+    held = param.grad
+    if held is not None and held.dtype == param.dtype and held.is_contiguous() and not held.requires_grad:
+        return held
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+
+def fused_rs_dp_step(
+    params: Iterable[Any],
+    *,
+    keep: KeepMask | None = None,
+    max_grad_norm: float | Sequence[float],
+    noise_multiplier: float,
+    expected_batch_size: float,
+    noise: NoiseSource,
+    grad_samples: Any = None,
+    loss_reduction: str = "sum",
+    clipping: str = "flat",
+    backend: str = "auto",
+    grad_scaler: Any = None,
+    non_private_diagnostics: NonPrivateDiagnostics | None = None,
+) -> None:
+    """Mask, clip, sum and noise per-sample gradients in one pass, and write p.grad: private once written.
+
+    params: parameters, or (name, parameter) pairs; all on one device. Floats of any width.
+    keep: a KeepMask for the same parameters; None keeps everything (plain DP-SGD).
+    max_grad_norm: C, the bound of a sample's norm over all kept coordinates. With clipping="per_layer" it is
+        split as C/sqrt(P), or given as a list, one per parameter.
+    noise_multiplier: sigma; the noise added to the sum has standard deviation sigma C.
+    expected_batch_size: the public divisor, sample_rate times the size of the data set.
+    grad_samples: [N, *shape] per parameter, a list or a name -> tensor dict. Without it p.grad_sample or
+        p.grad_batch is taken and consumed (set to None).
+    loss_reduction: "mean" if each gradient was divided by the N of its micro-batch (BackPACK and plain autograd
+        under a mean loss); "sum" otherwise, also for Opacus, which undoes the mean itself.
+    clipping: "flat", "per_layer", or "automatic" (scale by C/(n + 0.01)).
+    backend: "auto", "reference", "cpu" or "triton".
+    grad_scaler: a torch GradScaler in use, so that it can be refused.
+    non_private_diagnostics: filled with raw norms; see its warning.
+
+    N = 0 gives pure noise. A sample with a NaN or Inf among kept coordinates contributes exactly 0. Dropped
+    coordinates get exactly 0, without noise.
+
+    >>> model = torch.nn.Linear(3, 1)
+    >>> noise = NoiseSource()
+    >>> keep = KeepMask.draw(model.parameters(), drop_rate=0.5, seed=0, draw=0)
+    >>> fused_rs_dp_step(model.parameters(), keep=keep, max_grad_norm=1.0, noise_multiplier=1.0,
+    ...                  expected_batch_size=8, noise=noise,
+    ...                  grad_samples=[torch.randn(8, 1, 3), torch.randn(8, 1)])
+    >>> int((model.weight.grad == 0).sum() + (model.bias.grad == 0).sum())
+    2
+    """
+    if torch.compiler.is_compiling():
+        from dprs_kernels import ops
+
+        ops.traced_step(
+            params, keep, max_grad_norm, noise_multiplier, expected_batch_size, noise, grad_samples,
+            loss_reduction, clipping, backend,
+        )   # fmt: skip
+        return
+    total = PrivateSum(
+        params, keep=keep, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size, noise=noise, loss_reduction=loss_reduction, clipping=clipping,
+        backend=backend, grad_scaler=grad_scaler, non_private_diagnostics=non_private_diagnostics,
+    )   # fmt: skip
+    total.add(grad_samples)
+    total.release()
