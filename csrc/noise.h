@@ -35,7 +35,7 @@ DPRS_INLINE f64v minus_two_log(f64v w_plus_1) {
 // x in [-pi/4, pi/4]; the reduction is exact integer arithmetic.
 DPRS_INLINE void cos_sin(u64v v, f64v* cosine, f64v* sine) {
   const u64v q = (v + (1ull << 61)) >> 62;
-  const f64v x = to_f64(bitcast<i64v>(v - (q << 62))) * 3.4061215800304573e-19;   // pi/2 2^-62
+  const f64v x = to_f64(bitcast<i64v>(v - (q << 62))) * (1.5707963267948966 / 4611686018427387904.0);   // pi/2 2^-62
   const f64v y = x * x;
   const f64v y2 = y * y, y4 = y2 * y2;
   const f64v s_tail = ((-1.0 / 6 + y * (1.0 / 120)) + y2 * (-1.0 / 5040 + y * (1.0 / 362880))) +

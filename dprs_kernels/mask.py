@@ -101,6 +101,15 @@ class KeepMask:
         mask._drop_rate = float(drop_rate)
         return mask
 
+    @classmethod
+    def from_bits(cls, params_or_shapes: Iterable[Any], bits: torch.Tensor) -> KeepMask:
+        """From packed bits, as `bits` holds them."""
+        layout = Layout.of(params_or_shapes)
+        if bits.dtype != torch.int32 or bits.shape != (layout.padded // WORD,):
+            raise ValueError(f"bits: got {bits.dtype} {list(bits.shape)}; expected int32 [{layout.padded // WORD}]")
+        count = int(np.unpackbits(bits.cpu().numpy().view(np.uint8)).sum(dtype=np.int64))
+        return cls(layout, bits, count=count, drop_rate=1 - count / layout.size)
+
     @property
     def structure(self) -> str:
         """Which coordinates drop together: "coordinate" = each by itself (the paper's)."""

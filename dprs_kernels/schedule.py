@@ -68,7 +68,7 @@ class GradualCooling(CustomRate):
 
     def __init__(self, final_rate: float, epochs: int, refresh: int = 1) -> None:
         self.final_rate = checked_rate(final_rate, "final_rate")
-        super().__init__(lambda epoch, tick: self.final_rate * epoch / max(self.epochs - 1, 1), epochs, refresh)
+        super().__init__(lambda epoch, tick: self.final_rate * (epoch / max(self.epochs - 1, 1)), epochs, refresh)
 
     def __repr__(self) -> str:
         return f"GradualCooling(final_rate={self.final_rate}, epochs={self.epochs}, refresh={self.refresh})"

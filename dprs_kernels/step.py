@@ -116,19 +116,21 @@ class PrivateSum:
                 self._diagnostics._update(norms, self.plan)
         inputs.consume(self.params, sources)
 
-    @torch.no_grad()
     def release(self) -> None:
         """Adds the noise, once, and writes p.grad: in place where there is one that fits, else a new tensor."""
-        self._check_open("release")
-        self._write([_gradient_of(param) for param in self.params])
+        outs = [_gradient_of(param) for param in self.params]
+        self.release_into(outs)
+        for param, out in zip(self.params, outs, strict=True):
+            param.grad = out
 
-    def _write(self, outs: Sequence[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def release_into(self, outs: Sequence[torch.Tensor]) -> None:
+        """As release, into contiguous tensors of the parameters' shapes."""
+        self._check_open("release")
         self.__dict__["_released"] = True   # before noise is made: an error now never leads to a second try
         stream = self.noise.claim()
         self._backend.release(outs, self._sum(), self._bits(), self.plan, stream.key, stream.step)
         self.__dict__["_total"] = None
-        for param, out in zip(self.params, outs, strict=True):
-            param.grad = out
 
     def _sum(self) -> torch.Tensor:
         if self._total is None:

@@ -1,0 +1,266 @@
+"""What every race needs: the cases, the tensors, the float64 truth, the check, and interleaved rounds.
+
+A contender is checked before it is timed; a wrong one is never timed. All contenders of a case work on the same
+tensors and take turns, so that a slow minute of the machine hits all of them, and ratios survive it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dprs_kernels import KeepMask, NoiseSource, fused_rs_dp_step
+
+BOUND = 1.0          # C
+SIGMA = 1.0          # noise_multiplier of every timed step
+SEED = 0             # of masks, and of the seeded noise that ours is checked with
+RATES = (0.0, 0.5, 0.9)
+# Allowed distance from the float64 truth, as a share of the truth's largest value. fp32: 80 roundings of 2^-24 (a
+# sum of up to 2048 terms, a factor; ours also clips at C(1 - 2^-20), Opacus at n + 1e-6). bf16: peers round norms,
+# products or sums to 8 bits, 2^-9 each, four times.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-7}
+OURS_TOLERANCE = 5e-6    # in every input dtype: products and sums are wide
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A list of parameters and the N that the paper trains it with."""
+
+    name: str
+    samples: int
+    shapes: tuple[tuple[int, ...], ...]
+    rounds: int = 9
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+def _layers(*weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(shape for weight in weights for shape in (weight, weight[:1]))   # weight, bias
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "DP-CNN", 256,
+            _layers((32, 3, 3, 3), (32, 32, 3, 3), (64, 32, 3, 3), (64, 64, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3),
+                    (128, 2048), (10, 128)),
+        ),
+        Shape("DP-CNN/S", 2048, _layers((16, 1, 8, 8), (32, 16, 4, 4), (32, 512), (10, 32))),
+        Shape("one tensor", 64, ((11_000_000,),), rounds=5),
+        Shape("tiny", 6, ((40, 5), (40,)), rounds=1),   # warms up the memory measurement, is never reported
+    )
+}   # fmt: skip
+REPORTED = ("DP-CNN", "DP-CNN/S", "one tensor")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: Shape
+    dtype: torch.dtype
+    rate: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.shape.name.replace(' ', '-')}-{dtype_name(self.dtype)}-r{self.rate:g}"
+
+    @property
+    def bytes(self) -> int:
+        """Of G, [N, D]: what the limit reads."""
+        return self.shape.samples * self.shape.size * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+class Workload:
+    """The tensors of one shape and dtype, shared by its rates: gradients, masks, truths.
+
+    Row i is one normal vector, shifted by 7919 i and scaled so that norms spread over about [0.3, 3] C: some
+    samples are clipped, some are not. (Fresh normals for all of [N, D] would take longer than the race.)
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        random = torch.Generator().manual_seed(SEED)
+        spread = torch.empty(shape.samples).uniform_(-1.2, 1.2, generator=random).exp()
+        scales = (spread / math.sqrt(shape.size / 2)).tolist()
+        self.grads = []
+        for part in shape.shapes:
+            size = math.prod(part)
+            base = torch.empty(size).normal_(generator=random)
+            grad = torch.empty(shape.samples, *part, dtype=dtype)
+            for i, row in enumerate(grad.view(shape.samples, size)):
+                at = 7919 * i % size
+                torch.mul(base[at:], scales[i], out=row[: size - at])
+                torch.mul(base[:at], scales[i], out=row[size - at :])
+            self.grads.append(grad)
+        self.keeps = {r: KeepMask.draw(shape.shapes, drop_rate=r, seed=SEED, draw=0) for r in RATES}
+        self.dense = {r: keep.dense() for r, keep in self.keeps.items()}
+        self._truths: dict[float, torch.Tensor] = {}
+        self._noise: torch.Tensor | None = None
+
+    def params(self) -> list[torch.nn.Parameter]:
+        """Fresh fp32 parameters: with bf16 gradients the usual mixed precision."""
+        return [torch.nn.Parameter(torch.zeros(part)) for part in self.shape.shapes]
+
+    def flat_keep(self, rate: float) -> torch.Tensor:
+        return torch.cat([part.reshape(-1) for part in self.dense[rate]])   # [D] bool
+
+    def truth(self, rate: float) -> torch.Tensor:
+        """sum_i min(1, C/n_i) keep g_i / B, B = N, in float64. [D]"""
+        if not self._truths:
+            self._truths = self._all_truths()
+        return self._truths[rate]
+
+    def _all_truths(self) -> dict[float, torch.Tensor]:
+        """All rates in two sweeps over G; some rows at a time, so that float64 copies stay small."""
+        samples, rows = self.shape.samples, max(1, 2**22 // self.shape.size)
+        squares = torch.zeros(samples, len(RATES), dtype=torch.float64)
+        sums = [torch.zeros(len(RATES), math.prod(part), dtype=torch.float64) for part in self.shape.shapes]
+        flat = [grad.view(samples, -1) for grad in self.grads]
+        keep = [torch.stack([self.dense[r][p].reshape(-1) for r in RATES], 1).double() for p in range(len(flat))]
+        for i in range(0, samples, rows):
+            for grad, mask in zip(flat, keep, strict=True):
+                squares[i : i + rows] += grad[i : i + rows].double().square_() @ mask
+        factors = (BOUND / squares.sqrt()).clamp(max=1) / samples   # [N, rates]
+        for i in range(0, samples, rows):
+            for grad, total in zip(flat, sums, strict=True):
+                total += factors[i : i + rows].T @ grad[i : i + rows].double()
+        total = torch.cat(sums, 1)
+        return {r: torch.where(self.flat_keep(r), total[k], 0.0) for k, r in enumerate(RATES)}
+
+    def spec_noise(self) -> torch.Tensor:
+        """What the specification (reference backend) releases for an empty batch: the noise of step 0. [D]"""
+        if self._noise is None:
+            params = self.params()
+            fused_rs_dp_step(
+                params, max_grad_norm=BOUND, noise_multiplier=SIGMA, expected_batch_size=self.shape.samples,
+                noise=NoiseSource.seeded_for_tests(SEED), backend="reference",
+                grad_samples=[torch.empty(0, *part) for part in self.shape.shapes],
+            )   # fmt: skip
+            self._noise = flatten([p.grad for p in params])
+        return self._noise
+
+
+def flatten(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([part.detach().reshape(-1).double() for part in parts if part is not None])
+
+
+@dataclass
+class Contender:
+    """run(sigma) does one whole step and returns the released gradients, one tensor per parameter."""
+
+    name: str
+    run: Callable[[float], Sequence[torch.Tensor]]
+    masked: bool = True          # False: its truth is that of r = 0, whatever the case
+    seeded: bool = False         # its first step uses the noise that spec_noise predicts
+    trials: list[float] = field(default_factory=list)   # seconds
+
+    @property
+    def best(self) -> float:
+        return min(self.trials)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.trials)
+
+    @property
+    def spread(self) -> float:
+        """The middle half's width."""
+        quarters = torch.tensor(self.trials).quantile(torch.tensor([0.25, 0.75]))
+        return float(quarters[1] - quarters[0])
+
+
+def check(contender: Contender, work: Workload, rate: float) -> str:
+    """Why the contender is wrong, or "". Ours is compared with its noise on, the path that is timed, because the
+    specification says which noise; a peer without noise, then its noise by moments."""
+    rate = rate if contender.masked else 0.0
+    keep, truth = work.flat_keep(rate), work.truth(rate)
+    scale, deviation = float(truth.abs().max()), SIGMA * BOUND / work.shape.samples
+    if contender.seeded:
+        expected = truth + torch.where(keep, work.spec_noise(), 0.0)
+        # Rounding to the grid (2^-21 of sigma C or finer), and to fp32 at the size of the noise.
+        allowed = OURS_TOLERANCE * scale + 2.0**-20 * deviation
+        out = flatten(contender.run(SIGMA))
+        return _distance(out, expected, allowed) or _dropped(out, keep)
+    out = flatten(contender.run(0.0))
+    wrong = _distance(out, truth, TOLERANCE[work.dtype] * scale) or _dropped(out, keep)
+    if wrong:
+        return wrong
+    out = flatten(contender.run(SIGMA))
+    noise = ((out - truth) / deviation)[keep]
+    kept = noise.numel()
+    # Six standard errors: mean 1/sqrt(K), mean square sqrt(2/K). bf16 peers round the noised sum: 1 % on top.
+    slack = 0.01 if work.dtype == torch.bfloat16 else 0.0
+    if abs(float(noise.mean())) > 6 / math.sqrt(kept) + slack:
+        return f"noise has mean {float(noise.mean()):.2e} standard deviations"
+    if abs(float(noise.square().mean()) - 1) > 6 * math.sqrt(2 / kept) + slack:
+        return f"noise has variance {float(noise.square().mean()):.5f}, expected 1"
+    return _dropped(out, keep)
+
+
+def _distance(out: torch.Tensor, expected: torch.Tensor, allowed: float) -> str:
+    worst = float((out - expected).abs().max())
+    return "" if worst <= allowed else f"off by {worst:.3e}, allowed {allowed:.3e}"   # NaN is not <=
+
+
+def _dropped(out: torch.Tensor, keep: torch.Tensor) -> str:
+    return "" if bool((out[~keep] == 0).all()) else "a dropped coordinate is not 0"
+
+
+class Bystanders:
+    """The share of the CPUs that other processes took while we raced; timings under them mean little."""
+
+    def __init__(self) -> None:
+        self.busy = self.own = self.wall = 0.0
+
+    def __enter__(self) -> None:
+        self._start = (_busy_seconds(), sum(os.times()[:4]), time.perf_counter())
+
+    def __exit__(self, *error: object) -> None:
+        self.busy += _busy_seconds() - self._start[0]
+        self.own += sum(os.times()[:4]) - self._start[1]
+        self.wall += time.perf_counter() - self._start[2]
+
+    @property
+    def share(self) -> float:
+        return max(0.0, self.busy - self.own) / (self.wall * (os.cpu_count() or 1)) if self.wall else 0.0
+
+
+def _busy_seconds() -> float:
+    """user + nice + system + irq + softirq + steal of all CPUs; 0 where there is no /proc."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    ticks = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")   # without idle and iowait
+
+
+def race(contenders: Sequence[Contender], rounds: int, *, slow: float = 0.6, slow_rounds: int = 2) -> None:
+    """Round-robin, each round starting with another contender. Who takes longer than `slow` seconds sits out
+    after `slow_rounds`: a best of two is only ever too long, and flatters us by the spread at most."""
+    gc.collect()
+    gc.disable()
+    try:
+        for k in range(rounds):
+            for i in range(len(contenders)):
+                entry = contenders[(i + k) % len(contenders)]
+                if len(entry.trials) >= slow_rounds and entry.best > slow:
+                    continue
+                start = time.perf_counter()
+                entry.run(SIGMA)
+                entry.trials.append(time.perf_counter() - start)
+    finally:
+        gc.enable()
