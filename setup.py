@@ -7,6 +7,7 @@ the reference backend then does the work, and says so.
 
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -34,9 +35,10 @@ class BuildKernels(build_ext):
             return self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags + extra)
 
         with ThreadPoolExecutor() as pool:   # four files, about 15 s each
-            objects = sum(pool.map(compile_one, {"csrc/dispatch.cpp": [], **LEVELS}.items()), [])
+            made = list(pool.map(compile_one, {"csrc/dispatch.cpp": [], **LEVELS}.items()))
         self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), extra_postargs=self.openmp(), target_lang="c++"
+            list(chain.from_iterable(made)), self.get_ext_fullpath(ext.name),
+            extra_postargs=self.openmp(), target_lang="c++",
         )
 
     def openmp(self):

@@ -18,7 +18,7 @@ namespace dprs {
 namespace DPRS_ISA {
 
 // F = f scale / h with f = 1 if n <= C' else C'/n, or C'/(n + gamma). Truncated to a 24-bit significand: a
-// clipped norm never exceeds C', F is an fp32 number, and F g is exact in float64 for fp32 gradients.
+// clipped norm never exceeds C', F is an fp32 number, and f g is exact in float64 for fp32 gradients.
 inline double factor(double norm, double bound, const Accumulate& a) {
   const double f = a.clip.gamma >= 0 ? bound / (norm + a.clip.gamma) : norm <= bound ? 1.0 : bound / norm;
   return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
@@ -142,8 +142,9 @@ inline void factors_of_group(const Accumulate& a, Scratch& own, const Work& work
     bool finite = true;   // of all segments: a sample with a NaN in one layer contributes nothing at all
     for (int64_t g = 0; g < segments; ++g) {
       const double scaled = __builtin_sqrt(f[g]);
-      finite &= scaled < a.clip.limit;   // false for NaN, too
-      f[g] = scaled / a.clip.scales[g] * a.clip.scale;
+      const bool in_range = scaled < a.clip.limit;   // false for NaN, too
+      finite &= in_range;
+      f[g] = in_range ? scaled / a.clip.scales[g] * a.clip.scale : __builtin_inf();
       if (norms) norms[(first_of(a, k) + i) * segments + g] = f[g];
     }
     for (int64_t g = 0; g < segments; ++g) f[g] = finite ? factor(f[g], a.clip.bounds[g], a) : 0.0;

@@ -189,14 +189,14 @@ DPRS_INLINE f32v load_f32(const fp16* p) {
 #elif defined(__F16C__) && defined(__AVX2__)
   return bitcast<f32v>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
-  // Move sign, exponent and significand into place, then rebias the exponent by 2^112 (exact, also for
-  // subnormals); an all-ones exponent (Inf, NaN) stays all ones.
+  // Move exponent and significand into place and rebias: 112 more for ordinary numbers, 224 for Inf and NaN.
+  // A subnormal m 2^-24 becomes (1 + m 2^-10) 2^-14 - 2^-14: no subnormal fp32 appears, since those are flushed.
   const u32v h = widen(load<u16h>(p));
-  const f32v rebias = f32v{} + 5.192296858534828e33f;   // 2^112
-  u32v r = bitcast<u32v>(bitcast<f32v>((h & 0x7fff) << 13) * rebias);
-  r |= bitcast<u32v>((h & 0x7c00) == 0x7c00) & 0x7f800000u;
-  r |= (h & 0x8000) << 16;
-  return bitcast<f32v>(r);
+  const u32v moved = (h & 0x7fff) << 13, exponent = h & 0x7c00;
+  const u32v special = bitcast<u32v>(exponent == 0x7c00), tiny = bitcast<u32v>(exponent == 0);
+  const u32v ordinary = moved + (112u << 23) + (special & (112u << 23));
+  const u32v small = bitcast<u32v>(bitcast<f32v>(moved + (113u << 23)) - 6.103515625e-05f);   // 2^-14
+  return bitcast<f32v>((tiny & small) | (~tiny & ordinary) | (h & 0x8000) << 16);
 #endif
 }
 // Keep bits come 32 coordinates (a word) at a time: kVectors vectors of kStep values.

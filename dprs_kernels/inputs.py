@@ -23,7 +23,8 @@ def named_params(params: Iterable[Any]) -> tuple[list[str], list[torch.Tensor]]:
     """Names (for messages and dicts) and tensors, from tensors or (name, tensor) pairs."""
     if isinstance(params, torch.Tensor):
         raise ValueError("params: got a tensor; expected a list of parameters, e.g. list(model.parameters())")
-    names, tensors = [], []
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
     for i, item in enumerate(params):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (f"params[{i}]", item)
         if not isinstance(tensor, torch.Tensor):

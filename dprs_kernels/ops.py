@@ -31,7 +31,7 @@ def _step_op(
     clipping: str,
     backend: str,
 ) -> None:
-    from dprs_kernels.step import PrivateSum   # step imports this module, too
+    from dprs_kernels.step import PrivateSum  # step imports this module, too
 
     keep = None if keep_bits is None else KeepMask.from_bits(outs, keep_bits)
     total = PrivateSum(
@@ -82,7 +82,7 @@ def traced_step(
         grads = [grad_samples[name] for name, _ in pairs]
     else:
         grads = list(grad_samples)
-    bounds = list(max_grad_norm) if isinstance(max_grad_norm, (list, tuple)) else [max_grad_norm]
+    bounds: list[Any] = list(max_grad_norm) if isinstance(max_grad_norm, (list, tuple)) else [max_grad_norm]
     outs = [torch.empty(param.shape, dtype=param.dtype, device=param.device) for param in tensors]
     torch.ops.dprs_kernels.fused_rs_dp_step(
         outs, grads, None if keep is None else keep.bits, noise._ticket, noise._handle,

@@ -54,7 +54,8 @@ def true_step(grads: Sequence[torch.Tensor], keep: KeepMask | None, setting: Set
     scale = float(max(samples, 1)) if setting.loss_reduction == "mean" else 1.0
     dense = [torch.ones(s, dtype=torch.bool) for s in layout.shapes] if keep is None else keep.dense()
     rows = [torch.where(k, g.double() * scale, 0.0) for g, k in zip(grads, dense, strict=True)]
-    squares = torch.stack([row.reshape(samples, n).square().sum(1) for row, n in zip(rows, layout.sizes, strict=True)], 1)   # [N, P]
+    flat = [row.reshape(samples, n) for row, n in zip(rows, layout.sizes, strict=True)]
+    squares = torch.stack([row.square().sum(1) for row in flat], 1)   # [N, P]
     total = setting.max_grad_norm if not isinstance(setting.max_grad_norm, (list, tuple)) else None
     if setting.clipping == "per_layer":
         each = [total / math.sqrt(len(rows))] * len(rows) if total is not None else list(setting.max_grad_norm)
@@ -113,7 +114,11 @@ def assert_true(backend: str, grads: Sequence[torch.Tensor], keep: KeepMask | No
 
 
 def random_grads(
-    shapes: Sequence[tuple[int, ...]], samples: int, dtype: torch.dtype = torch.float32, scale: float = 0.3, seed: int = 0
+    shapes: Sequence[tuple[int, ...]],
+    samples: int,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.3,
+    seed: int = 0,
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(samples, *s, generator=generator, dtype=torch.float64) * scale).to(dtype) for s in shapes]

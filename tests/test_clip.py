@@ -79,8 +79,8 @@ def test_twenty_million_coordinates():
 @backends
 def test_per_layer_bounds_each_and_all(backend):
     grads = [torch.randn(1, 50) * 9, torch.randn(1, 70, 2) * 9, torch.randn(1, 3) * 9]
-    outs = run(backend, [g.double() for g in grads], None,
-               Setting(max_grad_norm=2.0, noise_multiplier=0.0, expected_batch_size=1, clipping="per_layer"))   # fmt: skip
+    setting = Setting(max_grad_norm=2.0, noise_multiplier=0.0, expected_batch_size=1, clipping="per_layer")
+    outs = run(backend, [g.double() for g in grads], None, setting)
     assert all(float(out.norm()) <= 2.0 / math.sqrt(3) for out in outs)
     assert math.sqrt(sum(float(out.norm()) ** 2 for out in outs)) <= 2.0
 

@@ -125,7 +125,7 @@ MISUSE = {
     "params twice": (dict(params=[PARAM, PARAM]), r"params: params\[0\] and params\[1\] are the same tensor"),
     "params kind": (dict(params=[3]), "params: item 0 is int; expected a tensor"),
     "params dtype": (dict(params=[torch.zeros(3, dtype=torch.int32)]), "dtype torch.int32 is not supported"),
-    "params devices": (dict(params=[PARAM, torch.zeros(2, device="meta")]), r"params\[1\]: on meta, but params\[0\] is"),
+    "params devices": (dict(params=[PARAM, torch.zeros(2, device="meta")]), r"params\[1\]: on meta, but params"),
 }
 
 
@@ -162,8 +162,8 @@ def test_named_messages_and_uneven_accumulation():
     model.weight.grad_sample, model.bias.grad_sample = [torch.ones(2, 2, 3)] * 2, [torch.ones(2, 2)]
     with pytest.raises(ValueError, match="bias: 1 accumulated micro-batches, but weight has 2"):
         fused_rs_dp_step(model.named_parameters(), noise=NoiseSource(), **vars(Setting()))
+    grads = {"weight": torch.ones(2, 2, 3), "bias": torch.ones(2, 2), "extra": torch.ones(2)}
     with pytest.raises(ValueError, match="'extra' is not among params"):
-        grads = {"weight": torch.ones(2, 2, 3), "bias": torch.ones(2, 2), "extra": torch.ones(2)}
         fused_rs_dp_step(model.named_parameters(), noise=NoiseSource(), grad_samples=grads, **vars(Setting()))
 
 

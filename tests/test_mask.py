@@ -21,7 +21,10 @@ KNOWN_KEY = 0xA9225086E4B4A486
 SHAPES = [(33, 7), (5,), (), (2, 3, 4), (64,), (1025,)]
 
 
-@given(st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=5), st.floats(0, 0.999), st.integers(0, 9))
+shape_lists = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=5)
+
+
+@given(shape_lists, st.floats(0, 0.999), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_exactly_floor_rate_times_size_are_dropped(shapes, rate, draw):
     size = sum(math.prod(shape) for shape in shapes)
@@ -73,7 +76,8 @@ def test_mix_is_a_bijection_on_samples_and_spreads():
 
 
 def _draws(size, rate, count, seed=0):
-    return np.stack([KeepMask.draw([(size,)], drop_rate=rate, seed=seed, draw=d).dense()[0].numpy() for d in range(count)])
+    masks = (KeepMask.draw([(size,)], drop_rate=rate, seed=seed, draw=draw) for draw in range(count))
+    return np.stack([mask.dense()[0].numpy() for mask in masks])
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

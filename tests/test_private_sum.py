@@ -1,5 +1,6 @@
 """add/release: the same bits for any split, any thread count, any group size; and misuse refused."""
 
+import itertools
 import math
 
 import pytest
@@ -20,7 +21,7 @@ def split_run(backend, grads, keep, setting, cuts):
     params = [torch.nn.Parameter(torch.zeros(g.shape[1:], dtype=g.dtype)) for g in grads]
     total = PrivateSum(params, keep=keep, noise=NoiseSource.seeded_for_tests(0), backend=backend, **vars(setting))
     edges = [0, *sorted(cuts), grads[0].shape[0]]
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         total.add([grad[a:b] for grad in grads])
     total.release()
     return [param.grad for param in params]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -56,11 +57,11 @@ def accumulate_(
         int64s(shapes),
         int64s(strides),
     ]
-    batch = native.Grads(parts, samples, *map(ctypes.addressof, tables))
+    batch = native.Grads(parts, samples, *_addresses(*tables))
     segment_of, bounds = int64s(plan.segment_of), native.float64s(plan.bounds)
     scales = native.float64s(plan.norm_scales(samples))
     clip = native.Clip(
-        len(bounds), *map(ctypes.addressof, (segment_of, bounds, scales)), NORM_LIMIT, plan.gamma,
+        len(bounds), *_addresses(segment_of, bounds, scales), NORM_LIMIT, plan.gamma,
         plan.loss_scale(samples),
     )   # fmt: skip
     native.loaded().dprs_accumulate(
@@ -83,11 +84,16 @@ def release(
     addresses = int64s([out.data_ptr() for out in outs])
     dtypes = int64s([DTYPES[out.dtype] for out in outs])
     job = native.Release(
-        len(outs), *map(ctypes.addressof, (sizes, addresses, dtypes)), plan.unit, plan.grid, plan.noise_std,
+        len(outs), *_addresses(sizes, addresses, dtypes), plan.unit, plan.grid, plan.noise_std,
         plan.expected_batch_size, (ctypes.c_uint32 * 8).from_buffer_copy(key), step,
     )   # fmt: skip
     native.loaded().dprs_release_noised(ctypes.byref(job), _address(bits), total.data_ptr(), native.threads())
     ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))   # the key does not linger in freed memory
+
+
+def _addresses(*tables: ctypes.Array[Any]) -> list[int]:
+    """Valid while the caller holds the tables."""
+    return [ctypes.addressof(table) for table in tables]
 
 
 def _address(bits: torch.Tensor | None) -> int | None:

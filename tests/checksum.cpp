@@ -1,0 +1,70 @@
+// Prints a hash of what every kernel returns on fixed inputs, for each usable instruction set. Built natively and
+// for AArch64 by test_native.py: all lines of all machines must be equal.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "dprs.h"
+
+static uint64_t state = 1;
+static uint64_t next() { return state = state * 6364136223846793005ull + 1442695040888963407ull, state >> 11; }
+static double uniform() { return static_cast<double>(next()) / 9007199254740992.0 - 0.5; }
+
+static uint64_t hash(const void* data, size_t bytes, uint64_t h) {
+  for (size_t i = 0; i < bytes; ++i) h = (h ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211ull;
+  return h;
+}
+
+static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads) {
+  const std::vector<int64_t> sizes = {1500, 7, 96};
+  const int64_t n = 11, padded = 1504 + 32 + 96, width = dtype == 1 ? 8 : dtype == 0 ? 4 : 2;
+  state = 42;
+  std::vector<std::vector<unsigned char>> data;
+  std::vector<const void*> at;
+  for (int64_t s : sizes) {
+    data.emplace_back(n * s * width);
+    for (int64_t i = 0; i < n * s; ++i) {
+      const double x = uniform() * 0.2;
+      const float f = static_cast<float>(x);
+      uint32_t bits;
+      std::memcpy(&bits, &f, 4);
+      const uint16_t half = dtype == 2 ? bits >> 16 : static_cast<uint16_t>(next() & 0xbfff);   // fp16: |x| < 2
+      const void* from = dtype == 1 ? static_cast<const void*>(&x) : dtype == 0 ? static_cast<const void*>(&f) : &half;
+      std::memcpy(data.back().data() + i * width, from, width);
+    }
+    at.push_back(data.back().data());
+  }
+  std::vector<int64_t> dtypes(3, dtype), zeros(3 * DPRS_MAX_DIMS, 0), segment(3, 0);
+  std::vector<uint32_t> keep(padded / 32);
+  for (auto& word : keep) word = static_cast<uint32_t>(next());
+  const double bound = 1 - std::ldexp(1.0, -20), scale = std::ldexp(1.0, -36);
+  const dprs_grads grads = {3, n, sizes.data(), at.data(), dtypes.data(), sizes.data(), zeros.data(), zeros.data(),
+                            zeros.data()};
+  const dprs_clip clip = {1, segment.data(), &bound, &scale, std::ldexp(1.0, 61), gamma, 1.0};
+  std::vector<int64_t> acc(padded, 0);
+  std::vector<double> norms(n);
+  dprs_accumulate(&grads, masked ? keep.data() : nullptr, &clip, unit, small, acc.data(), norms.data(), 0, threads);
+  uint64_t h = hash(norms.data(), 8 * n, hash(acc.data(), 8 * padded, 14695981039346656037ull));
+  std::vector<std::vector<unsigned char>> outs;
+  std::vector<void*> to;
+  for (int64_t s : sizes) outs.emplace_back(s * width), to.push_back(outs.back().data());
+  dprs_release r = {3, sizes.data(), to.data(), dtypes.data(), unit, std::ldexp(1.0, -20), 1.25, 16,
+                    {1, 2, 3, 4, 5, 6, 7, 8}, 99};
+  dprs_release_noised(&r, masked ? keep.data() : nullptr, acc.data(), threads);
+  for (auto& out : outs) h = hash(out.data(), out.size(), h);
+  return h;
+}
+
+int main() {
+  for (int64_t level = 0; level < 3; ++level) {
+    if (dprs_set_level(level) < 0) continue;
+    std::printf("level %s\n", dprs_level_name(level));
+    for (int64_t dtype = 0; dtype < 4; ++dtype)
+      for (int masked = 0; masked < 2; ++masked)
+        for (int how = 0; how < 4; ++how)
+          std::printf("dtype %d masked %d how %d: %016llx\n", static_cast<int>(dtype), masked, how,
+                      static_cast<unsigned long long>(one(dtype, masked, how == 0 ? 0 : std::ldexp(1.0, how == 3 ? -40 : -29),
+                                                          how == 1, how == 2 ? 0.01 : -1.0, 1 + how)));
+  }
+}

@@ -1,0 +1,153 @@
+"""The compiled library: loading, falling back, instruction sets, and what the compiler made of it."""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native
+from tests.oracle import DTYPES, Setting, random_grads, run
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", f"-I{CSRC}"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+needs_native = pytest.mark.skipif(native.library() is None, reason=native.reason())
+x86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.fixture
+def restored_level():
+    before = native.loaded().dprs_level()
+    yield
+    native.loaded().dprs_set_level(before)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
+def test_instruction_sets_give_the_same_bits(dtype, sigma, restored_level):
+    shapes = [(300, 11), (7,), (2050,)]
+    grads, keep = random_grads(shapes, 9, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
+    results = {}
+    for level in range(3):
+        if native.loaded().dprs_set_level(level) >= 0:
+            results[level] = run("cpu", grads, keep, Setting(noise_multiplier=sigma))
+    assert 0 in results
+    for outs in results.values():
+        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
+
+
+@needs_native
+def test_the_highest_level_is_in_use_and_unusable_ones_are_refused():
+    lib = native.loaded()
+    assert lib.dprs_level_name(lib.dprs_level()).decode() == native.levels()[-1]
+    assert native.levels()[0] == "baseline"
+    assert lib.dprs_set_level(7) == -1
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """As after an installation without a compiler."""
+    monkeypatch.setattr(native, "PATH", tmp_path / "_cpu_kernels.so")
+    native._load.cache_clear()
+    backends._warned.clear()
+    yield
+    monkeypatch.undo()
+    native._load.cache_clear()
+    backends._warned.clear()
+
+
+def test_without_the_library_auto_falls_back_with_one_warning(no_library):
+    param = torch.nn.Parameter(torch.zeros(3))
+    arguments = dict(noise=NoiseSource.seeded_for_tests(0), grad_samples=[torch.ones(2, 3)], **vars(Setting()))
+    with pytest.warns(UserWarning, match="the cpu backend cannot run .* using the reference") as caught:
+        fused_rs_dp_step([param], **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused_rs_dp_step([param], **arguments)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert param.grad.any()
+    assert KeepMask.draw([(40,)], drop_rate=0.5, seed=0, draw=0).count == 20
+
+
+def test_without_the_library_cpu_raises_and_says_how_to_build(no_library):
+    with pytest.raises(ValueError, match=r"'cpu' cannot run on cpu: .* is not built.*pip install.*Available here: ref"):
+        fused_rs_dp_step([torch.zeros(3)], noise=NoiseSource(), grad_samples=[torch.ones(2, 3)], backend="cpu",
+                         **vars(Setting()))   # fmt: skip
+
+
+def test_a_broken_or_old_library_is_named(no_library, monkeypatch):
+    native.PATH.write_bytes(b"not a library")
+    assert "does not load" in native.reason()
+    if shutil.which("g++"):
+        (native.PATH.parent / "old.cpp").write_text('extern "C" long dprs_abi(void) { return -1; }')
+        command = ["g++", "-shared", "-fPIC", "old.cpp", "-o", native.PATH.name]
+        subprocess.run(command, cwd=native.PATH.parent, check=True)
+        native._load.cache_clear()
+        assert "has interface -1, expected" in native.reason()
+
+
+def test_import_is_light():
+    """No optional dependency, and no compiler, at import."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import dprs_kernels;"
+        "print([m for m in ('triton', 'opacus', 'backpack', 'sklearn', 'tqdm', 'torch._dynamo')"
+        " if m in set(sys.modules) - before])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def compiler(name):
+    return pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed")
+
+
+@compiler("g++")
+@pytest.mark.skipif(not x86, reason="x86 instruction sets")
+@pytest.mark.parametrize(("file", "flags"), [("isa_avx512.cpp", AVX512), ("isa_avx2.cpp", AVX2)])
+def test_no_shared_function_is_compiled_for_a_newer_cpu(file, flags, tmp_path):
+    """A weak symbol outside the instruction set's namespace could replace the baseline's copy when linked, and
+    stop an older CPU with an illegal instruction. -O1: more is left out of line than at -O3."""
+    subprocess.run(["g++", *FLAGS, *flags, "-O1", "-w", "-c", str(CSRC / file), "-o", "x.o"], cwd=tmp_path, check=True)
+    symbols = subprocess.run(["nm", "-C", "x.o"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    own = file.removeprefix("isa_").removesuffix(".cpp")
+    weak = [line for line in symbols.splitlines() if re.search(r" [WVu] ", line) and f"dprs::{own}::" not in line]
+    weak = [line for line in weak if "DW.ref.__gxx_personality" not in line]   # a pointer, not code
+    assert f"dprs::{own}::" in symbols
+    assert weak == []
+
+
+def checksums(tmp_path, cxx, runner=(), link=()):
+    sources = [CSRC / "dispatch.cpp", CSRC / "isa_baseline.cpp"]
+    sources += [CSRC / "isa_avx2.cpp", CSRC / "isa_avx512.cpp"] if cxx == "g++" and x86 else []
+    extra = {"isa_avx2.cpp": AVX2, "isa_avx512.cpp": AVX512}
+    objects = []
+    for source in [*sources, ROOT / "tests" / "checksum.cpp"]:
+        objects.append(str(tmp_path / f"{cxx}-{source.stem}.o"))
+        flags = [*FLAGS, *extra.get(source.name, []), "-O2", "-w", "-fopenmp"]
+        subprocess.run([cxx, *flags, "-c", str(source), "-o", objects[-1]], check=True)
+    program = tmp_path / f"{cxx}-checksum"
+    subprocess.run([cxx, *objects, "-fopenmp", *link, "-o", str(program)], check=True)
+    return subprocess.run([*runner, str(program)], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@compiler("g++")
+@compiler("aarch64-linux-gnu-g++")
+@compiler("qemu-aarch64-static")
+def test_neon_gives_the_same_bits(tmp_path):
+    """The NEON build, run under emulation, against every instruction set of this machine."""
+    here = checksums(tmp_path, "g++")
+    there = checksums(tmp_path, "aarch64-linux-gnu-g++", ["qemu-aarch64-static"], ["-static"])
+    runs = [part.split("\n", 1) for part in (here + there).split("level ")[1:]]
+    assert len(runs) >= 2
+    assert len({body for _, body in runs}) == 1, [name for name, _ in runs]
