@@ -110,9 +110,12 @@ class NoiseSource:
                 f"state: saved from a {'secure' if state['private'] else 'seeded'} source with key_id "
                 f"{state['key_id']}; this one is {'secure' if self.private else 'seeded'} with {self.key_id}"
             )
+        step = state["step"]
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEPS:
+            raise ValueError(f"state: step is {step!r}; expected an integer in [0, 2^64]")
         if self.private:
             self._start(os.urandom(32), seed=None)
-        self._step = int(state["step"])
+        self._step = step
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._seed is None:

@@ -81,8 +81,8 @@ def make_plan(
         )
     if not _is_number(expected_batch_size) or not 0 < expected_batch_size < math.inf:
         raise ValueError(
-            f"expected_batch_size: got {expected_batch_size!r}; expected a positive number: the public sample_rate "
-            "times the size of the data set, never the number of samples that happened to be drawn"
+            f"expected_batch_size: got {expected_batch_size!r}; expected a positive number, public and fixed in "
+            "advance: the batch size you planned for, never the number of samples that happened to be drawn"
         )
     parts = len(layout.shapes)
     bounds = _bounds(max_grad_norm, clipping, parts)

@@ -185,7 +185,8 @@ def fused_rs_dp_step(
     max_grad_norm: C, the bound of a sample's norm over all kept coordinates. With clipping="per_layer" it is
         split as C/sqrt(P), or given as a list, one per parameter.
     noise_multiplier: sigma; the noise added to the sum has standard deviation sigma C.
-    expected_batch_size: the public divisor, sample_rate times the size of the data set.
+    expected_batch_size: the divisor, a public number fixed in advance (about sample_rate times the size of the
+        data set); never the number of samples drawn, nor anything computed from the private data.
     grad_samples: [N, *shape] per parameter, a list or a name -> tensor dict. Without it p.grad_sample or
         p.grad_batch is taken and consumed (set to None).
     loss_reduction: "mean" if each gradient was divided by the N of its micro-batch (BackPACK and plain autograd

@@ -243,6 +243,8 @@ def test_a_seeded_source_resumes_bit_for_bit_and_says_what_it_is():
     assert "no privacy claim" in repr(noise)
     with pytest.raises(ValueError, match="state: saved from a seeded source"):
         NoiseSource().load_state_dict(noise.state_dict())
+    with pytest.raises(ValueError, match="state: step is -3"):
+        NoiseSource.seeded_for_tests(4).load_state_dict(noise.state_dict() | {"step": -3})
     with pytest.raises(ValueError, match="seed: got -1"):
         NoiseSource.seeded_for_tests(-1)
 

@@ -1,0 +1,106 @@
+"""The command line: python -m dprs_kernels demo | info."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 where the caller can mend it (wrong argument, missing extra), with the reason on stderr."""
+    options = vars(_parser().parse_args(argv))
+    command = options.pop("command")
+    try:
+        command(**options)
+    except (ValueError, ImportError) as error:
+        print(f"dprs_kernels: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dprs_kernels", description="Private SGD with random sparsification.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    # Without a value an option is left out, so that demo.run holds the defaults.
+    demo = commands.add_parser(
+        "demo", help="a private training run on scikit-learn's digits", argument_default=argparse.SUPPRESS
+    )
+    demo.add_argument("--epochs", type=int, metavar="E", help="training length (default: 30)")
+    demo.add_argument("--epsilon", type=float, metavar="EPS", help="privacy budget, at delta 1e-4 (default: 3.0)")
+    demo.add_argument("--final-rate", type=float, metavar="R", help="drop rate of the last epoch (default: 0.9)")
+    demo.add_argument("--seed", type=int, metavar="S", help="of split, weights and masks; not of noise (default: 0)")
+    demo.add_argument("--backend", metavar="NAME", help="auto, reference, cpu or triton (default: auto)")
+    demo.add_argument("--no-progress", dest="progress", action="store_false", help="print the result only")
+    demo.set_defaults(command=_demo)
+    info = commands.add_parser("info", help="versions, backends with the reason of each, CPU features, threads")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _demo(**options: object) -> None:
+    import torch
+
+    from dprs_kernels import demo
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)   # as quick for so small a model, and ten times quicker beside other work
+    try:
+        print(demo.run(**options).summary())  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _info() -> None:
+    import torch
+
+    from dprs_kernels import __version__, backends, native
+
+    lines = {
+        "dprs_kernels": __version__,
+        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
+        "torch": torch.__version__,
+        "triton": _version_of("triton", "pytorch-triton"),
+        "numpy": _version_of("numpy"),
+    }
+    for name in backends.NAMES:
+        why = backends.unavailable(name, torch.device("cpu"))
+        lines[f"backend {name}"] = f"unavailable on the CPU: {why}" if why else "available"
+    lines["cpu"] = _cpu_name()
+    library = native.library()
+    if library is None:
+        lines["cpu features"] = lines["openmp"] = "unknown, the CPU kernels are not loaded"
+    else:
+        in_use = library.dprs_level_name(library.dprs_level()).decode()
+        lines["cpu features"] = f"{', '.join(native.levels())}; in use: {in_use}"
+        lines["openmp"] = "yes" if library.dprs_has_openmp() else "no"
+    lines["threads"] = str(torch.get_num_threads())
+    for name, value in lines.items():
+        print(f"{name:<18} {value}")
+
+
+def _version_of(*distributions: str) -> str:
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _cpu_name() -> str:
+    """As the kernel names it on Linux (platform.processor() is empty or just the architecture there)."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
