@@ -125,21 +125,19 @@ class Workload:
         return self._truths[rate]
 
     def _all_truths(self) -> dict[float, torch.Tensor]:
-        """All rates in two sweeps over G; some rows at a time, so that float64 copies stay small."""
-        samples, rows = self.shape.samples, max(1, 2**22 // self.shape.size)
+        """All rates in two sweeps over G, some columns at a time, so that float64 copies stay small (32 MB)."""
+        samples = self.shape.samples
+        columns = 2**22 // samples
+        blocks = [block for grad in self.grads for block in grad.view(samples, -1).split(columns, 1)]
+        masks = []   # as blocks: [columns, rates]
+        for parts in zip(*(self.dense[r] for r in RATES), strict=True):
+            masks += torch.stack([part.reshape(-1) for part in parts], 1).double().split(columns)
         squares = torch.zeros(samples, len(RATES), dtype=torch.float64)
-        sums = [torch.zeros(len(RATES), math.prod(part), dtype=torch.float64) for part in self.shape.shapes]
-        flat = [grad.view(samples, -1) for grad in self.grads]
-        keep = [torch.stack([self.dense[r][p].reshape(-1) for r in RATES], 1).double() for p in range(len(flat))]
-        for i in range(0, samples, rows):
-            for grad, mask in zip(flat, keep, strict=True):
-                squares[i : i + rows] += grad[i : i + rows].double().square_() @ mask
+        for block, mask in zip(blocks, masks, strict=True):
+            squares += block.double().square_() @ mask
         factors = (BOUND / squares.sqrt()).clamp(max=1) / samples   # [N, rates]
-        for i in range(0, samples, rows):
-            for grad, total in zip(flat, sums, strict=True):
-                total += factors[i : i + rows].T @ grad[i : i + rows].double()
-        total = torch.cat(sums, 1)
-        return {r: torch.where(self.flat_keep(r), total[k], 0.0) for k, r in enumerate(RATES)}
+        sums = torch.cat([factors.T @ block.double() for block in blocks], 1)   # [rates, D]
+        return {r: torch.where(self.flat_keep(r), sums[k], 0.0) for k, r in enumerate(RATES)}
 
     def spec_noise(self) -> torch.Tensor:
         """What the specification (reference backend) releases for an empty batch: the noise of step 0. [D]"""
