@@ -107,7 +107,11 @@ class KeepMask:
         layout = Layout.of(params_or_shapes)
         if bits.dtype != torch.int32 or bits.shape != (layout.padded // WORD,):
             raise ValueError(f"bits: got {bits.dtype} {list(bits.shape)}; expected int32 [{layout.padded // WORD}]")
-        count = int(np.unpackbits(bits.cpu().numpy().view(np.uint8)).sum(dtype=np.int64))
+        words = bits.cpu().numpy()
+        for start, size in zip(layout.starts, layout.sizes, strict=True):
+            if size % WORD and (int(words[(start + size) // WORD]) & 0xFFFFFFFF) >> size % WORD:
+                raise ValueError(f"bits: set beyond the end of the parameter that starts at padded coordinate {start}")
+        count = int(np.unpackbits(words.view(np.uint8)).sum(dtype=np.int64))
         return cls(layout, bits, count=count, drop_rate=1 - count / layout.size)
 
     @property

@@ -11,6 +11,7 @@ import copyreg
 import hashlib
 import math
 import os
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class NoiseSource:
         self._seed = seed
         self._step = 0
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         # A compiled graph cannot hold this object; it holds the handle, and the ticket it appears to write,
         # so that no two calls are merged and none is removed (ops.py).
         self._handle, _next_handle = _next_handle, _next_handle + 1
@@ -92,11 +94,12 @@ class NoiseSource:
                     "NoiseSource.seeded_for_tests with another seed in the child"
                 )
             self._start(os.urandom(32), seed=None)
-        step = self._step
-        if step >= MAX_STEPS:
-            raise OverflowError("NoiseSource: all 2^64 steps of this key are used; make a new NoiseSource")
-        self._step = step + 1
-        return Stream(self._key, step)
+        with self._lock:   # two threads must not read the same step
+            step = self._step
+            if step >= MAX_STEPS:
+                raise OverflowError("NoiseSource: all 2^64 steps of this key are used; make a new NoiseSource")
+            self._step = step + 1
+            return Stream(self._key, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Public position: never the key, never the seed."""

@@ -185,6 +185,7 @@ def test_named_parameters_and_models():
         (lambda: KeepMask.from_dense([torch.ones(3)]), "dense: item 0 is torch.float32; expected a bool tensor"),
         (lambda: KeepMask.from_scores([torch.tensor([1.0, math.nan])], drop_rate=0.5), "scores: contain NaN"),
         (lambda: KeepMask.from_bits([(3,)], torch.zeros(2, dtype=torch.int32)), r"bits: got torch.int32 \[2\]"),
+        (lambda: KeepMask.from_bits([(3,)], torch.tensor([8], dtype=torch.int32)), "bits: set beyond the end"),
     ],
 )
 def test_bad_input_is_named(make, message):

@@ -1,5 +1,6 @@
 """The compiled library: loading, falling back, instruction sets, and what the compiler made of it."""
 
+import os
 import platform
 import re
 import shutil
@@ -94,6 +95,20 @@ def test_a_broken_or_old_library_is_named(no_library, monkeypatch):
         subprocess.run(command, cwd=native.PATH.parent, check=True)
         native._load.cache_clear()
         assert "has interface -1, expected" in native.reason()
+
+
+def test_installation_succeeds_without_a_compiler(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "__pycache__"))
+    environment = {**os.environ, "CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build"], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    assert "no-such-compiler" in built.stdout + built.stderr
+    assert list(checkout.glob("build/lib*/dprs_kernels/step.py"))
+    assert not list(checkout.rglob("*.so"))
 
 
 def test_import_is_light():

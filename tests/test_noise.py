@@ -5,12 +5,15 @@ import ctypes
 import math
 import os
 import pickle
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from dprs_kernels import KeepMask, NoiseSource, native, reference
+from dprs_kernels import noise as noise_module
 from dprs_kernels.layout import Layout
 from dprs_kernels.noise import Stream, grid_of
 from dprs_kernels.plan import make_plan
@@ -182,6 +185,27 @@ def test_the_counter_advances_before_use_and_never_wraps():
     assert noise.claim().step == 2**64 - 1
     with pytest.raises(OverflowError, match="make a new NoiseSource"):
         noise.claim()
+
+
+class YieldingLimit(int):
+    """Lets another thread run in the middle of claim, where the counter is compared with its limit."""
+
+    def __le__(self, other):
+        time.sleep(1e-6)
+        return int(self) <= other
+
+
+def test_threads_never_share_a_step(monkeypatch):
+    monkeypatch.setattr(noise_module, "MAX_STEPS", YieldingLimit(2**64))
+    noise, steps = NoiseSource(), []
+    workers = [
+        threading.Thread(target=lambda: steps.extend([noise.claim().step for _ in range(200)])) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(steps) == list(range(800))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
