@@ -6,6 +6,7 @@
 // a group, and a result that does not depend on the number of threads, the group size or the split into
 // micro-batches. A group larger than the cache is summed backwards: its end is what the cache still holds.
 #pragma once
+#include <sched.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -22,18 +23,6 @@ namespace DPRS_ISA {
 inline double factor(double norm, double bound, const Accumulate& a) {
   const double f = a.clip.gamma >= 0 ? bound / (norm + a.clip.gamma) : norm <= bound ? 1.0 : bound / norm;
   return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
-}
-
-enum class Kept { none, some, all };
-
-inline Kept kept_in(const uint32_t* bits, int64_t length) {
-  uint32_t any = 0, every = ~0u;
-  for (int64_t c = 0; c < length; c += 32) {
-    const uint32_t valid = length - c >= 32 ? ~0u : (1u << (length - c)) - 1;
-    any |= bits[c / 32];
-    every &= bits[c / 32] | ~valid;
-  }
-  return any == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
 }
 
 struct Scratch {   // one thread's
@@ -101,8 +90,7 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
 template <class T>
 void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
   const Tile& tile = work.tiles[t];
-  const uint32_t* bits = a.keep ? a.keep + tile.padded / 32 : nullptr;
-  const Kept kept = bits ? kept_in(bits, tile.length) : Kept::all;
+  const Kept kept = a.kept[t];
   if (kept == Kept::none) {   // public: the mask never depends on data
     for (int64_t i = 0; i < a.group && !sums; ++i) a.partial[k & 1][t * a.group + i] = 0;
   } else if (kept == Kept::some) {
@@ -151,6 +139,20 @@ inline void factors_of_group(const Accumulate& a, Scratch& own, const Work& work
   }
 }
 
+// Returns when all workers have called it. Spins for some microseconds, then gives its CPU away.
+inline void meet(Barrier& b, int64_t workers) {
+  const int64_t now = __atomic_load_n(&b.generation, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&b.arrived, 1, __ATOMIC_ACQ_REL) == workers) {
+    __atomic_store_n(&b.arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&b.generation, now + 1, __ATOMIC_RELEASE);
+    return;
+  }
+  for (int spins = 0; __atomic_load_n(&b.generation, __ATOMIC_ACQUIRE) == now; ++spins) {
+    if (spins < 2000) spin_pause();
+    else sched_yield();
+  }
+}
+
 inline void accumulate(const Accumulate& a, const Work& work) {
   const int64_t groups = (a.grads.samples + a.group - 1) / a.group;
 #pragma omp parallel num_threads(work.threads)
@@ -166,7 +168,7 @@ inline void accumulate(const Accumulate& a, const Work& work) {
     for (int64_t k = 0; k < groups; ++k) {
       // With fewer threads than asked for, each takes several shares.
       for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, false);
-#pragma omp barrier
+      meet(*a.barrier, workers);
       // No barrier after the sums: the norms of group k+1 go to the other half of `partial`.
       factors_of_group(a, own, work, k, me == 0 ? a.norms : nullptr);
       for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, true);

@@ -61,11 +61,13 @@ void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_c
   if (group <= 0) group = dprs::choose_group(row);
   const std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
+  const std::vector<dprs::Kept> kept = dprs::kept_in(tiles, keep);
   // Each thread's factors start on a cache line of their own.
   const int64_t stride = (group * clip->segments + 15) / 8 * 8;
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
-  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
-                        group * row > dprs::kCache, {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride},
+  dprs::Barrier barrier;
+  kernels().accumulate({*grads, *clip, keep, kept.data(), unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
+                        group * row > dprs::kCache, {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
                        {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
 }
 void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads) {

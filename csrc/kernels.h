@@ -27,10 +27,21 @@ struct Work {
   int64_t threads;
 };
 
+// How much of a tile is kept: nothing to do, masked, or the plain loop.
+enum class Kept : uint8_t { none, some, all };
+
+// All workers meet here. OpenMP's own barrier spins for milliseconds; where another program holds a CPU, the
+// waiting thread then keeps the late one from running, and a step takes ten times as long.
+struct alignas(64) Barrier {
+  int64_t arrived = 0;
+  alignas(64) int64_t generation = 0;
+};
+
 struct Accumulate {
   dprs_grads grads;
   dprs_clip clip;
   const uint32_t* keep;
+  const Kept* kept;    // [tiles]
   bool integers;       // acc holds int64 multiples of the unit h, else float64
   bool small;          // a contribution is at most 2^29 units
   double per_unit;     // 1/h, or 1 without a unit
@@ -41,6 +52,7 @@ struct Accumulate {
   double* partial[2];  // [tiles][group] squared norms; two groups are in flight
   double* factors;     // [threads][stride], of which [group][segments] are used
   int64_t stride;
+  Barrier* barrier;
 };
 
 struct Kernels {

@@ -14,7 +14,7 @@
 namespace dprs {
 namespace DPRS_ISA {
 
-constexpr int kNormRows = 2;   // rows at once: they share the mask; 4 streams from memory are slower than 2
+constexpr int kNormRows = 4;   // rows at once: they share the mask
 constexpr int kNormLanes = 16;
 constexpr int kNormBlock = 256;
 

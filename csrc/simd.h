@@ -79,6 +79,14 @@ class FlushSubnormals {
 #endif
 };
 
+DPRS_INLINE void spin_pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
 // a*b + c where a*b is exact in float64 (two 24-bit significands): fused or not, the same bits.
 DPRS_INLINE f64v madd_exact(f64v a, f64v b, f64v c) {
 #if defined(__AVX512F__)

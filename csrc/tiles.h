@@ -32,6 +32,21 @@ inline std::vector<int64_t> share_tiles(const std::vector<Tile>& tiles, int64_t 
   return first;
 }
 
+inline std::vector<Kept> kept_in(const std::vector<Tile>& tiles, const uint32_t* keep) {
+  std::vector<Kept> kept(tiles.size(), Kept::all);
+  for (size_t t = 0; keep && t < tiles.size(); ++t) {
+    uint32_t any = 0, every = ~0u;
+    for (int64_t c = 0; c < tiles[t].length; c += 32) {
+      const uint32_t word = keep[(tiles[t].padded + c) / 32];
+      const int64_t rest = tiles[t].length - c;
+      any |= word;
+      every &= rest >= 32 ? word : word | ~((1u << rest) - 1);
+    }
+    kept[t] = any == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
+  }
+  return kept;
+}
+
 inline int64_t row_bytes(const dprs_grads& g) {
   int64_t bytes = 0;
   for (int64_t p = 0; p < g.params; ++p)
@@ -39,13 +54,15 @@ inline int64_t row_bytes(const dprs_grads& g) {
   return bytes;
 }
 
-// Samples per group. Large rows: 4, the rows that one pass over the accumulator takes; more would push the
-// group out of a shared last-level cache (8 rows of 2.2 MB cost 30 % on a 32 MB cache). Small rows: about
-// 1 MB, so that a barrier (a few microseconds) is a small part of a group.
+constexpr int64_t kCache = 16 << 20;   // what can be hoped for of a shared last-level cache
+
+// Samples per group. Small rows: about 1 MB, so that a barrier (a few microseconds) is a small part of a group.
+// Large rows: 4, the rows that one pass over the accumulator takes; more would push the group out of the cache
+// (8 rows of 2.2 MB cost 30 % on a 32 MB cache). Rows that no cache holds are read twice anyway: 32, because the
+// accumulator, 8 bytes a coordinate, is read and written once a group.
 inline int64_t choose_group(int64_t row) {
+  if (4 * row > kCache) return 32;
   return std::clamp<int64_t>((1 << 20) / std::max<int64_t>(row, 1) / 8 * 8, 4, 64);
 }
-
-constexpr int64_t kCache = 16 << 20;   // what can be hoped for of a shared last-level cache
 
 }  // namespace dprs
