@@ -252,16 +252,15 @@ def _busy_seconds() -> float:
 
 
 def race(contenders: Sequence[Contender], rounds: int, *, budget: float = 1.2) -> None:
-    """Round-robin, each round starting with another contender. A peer sits out the rest once it has had two turns
-    (one, if that took 5 s) and more than `budget` seconds: its best is of fewer, so at most too long by its spread."""
+    """Round-robin, each round starting with another contender. A peer sits out the rest once it has had three turns
+    and more than `budget` seconds. (Not fewer: one that takes fresh memory was seen at 6.2 s once and 1.6 s next.)"""
     gc.collect()
     gc.disable()
     try:
         for k in range(rounds):
             for i in range(len(contenders)):
                 entry = contenders[(i + k) % len(contenders)]
-                spent, turns = sum(entry.trials), len(entry.trials)
-                if entry.peer and (spent > 5 or (spent > budget and turns >= 2)):
+                if entry.peer and len(entry.trials) >= 3 and sum(entry.trials) > budget:
                     continue
                 start = time.perf_counter()
                 entry.run(SIGMA)

@@ -16,7 +16,7 @@ from harness import REPORTED, Bystanders, Case, Contender, dtype_name
 
 HERE = Path(__file__).parent
 CSV = HERE / "data" / "step.csv"
-DISTURBED = 0.05   # share of the CPUs taken by others, from which on a race is not worth keeping
+DISTURBED = 0.10   # share of the CPUs taken by others, from which on a race is not worth keeping
 
 
 @dataclass
