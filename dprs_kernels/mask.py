@@ -52,6 +52,7 @@ class KeepMask:
         self._drop_rate = drop_rate
         self._recipe = recipe   # (seed, draw) of a drawn mask
         self._version = bits._version
+        self._copies: dict[torch.device, torch.Tensor] = {}
         self._digest: str | None = None
 
     @classmethod
@@ -143,6 +144,14 @@ class KeepMask:
         """int32 [padded / 32]: bit b of word w is padded coordinate 32 w + b. Do not write to it."""
         return self._bits
 
+    def bits_on(self, device: torch.device) -> torch.Tensor:
+        """bits on that device, copied there once."""
+        if self._bits.device == device:
+            return self._bits
+        if device not in self._copies:
+            self._copies[device] = self._bits.to(device)
+        return self._copies[device]
+
     def unchanged(self) -> bool:
         """False if somebody wrote to `bits` in place: the mask is then not the one that was drawn."""
         return self._bits._version == self._version
@@ -165,7 +174,7 @@ class KeepMask:
         """16 hex digits over shapes and bits: equal on all ranks, or they do not hold the same mask."""
         if self._digest is None:
             text = repr((self.structure, self._layout.shapes)).encode()
-            self._digest = hashlib.sha256(text + self._bits.numpy().astype("<i4").tobytes()).hexdigest()[:16]
+            self._digest = hashlib.sha256(text + self._bits.cpu().numpy().astype("<i4").tobytes()).hexdigest()[:16]
         return self._digest
 
     def __eq__(self, other: object) -> bool:

@@ -20,12 +20,14 @@ import torch
 MAX_STEPS = 2**64
 _sources: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
 _next_handle = 0
+_captured: list[torch.Tensor] = []
 
 
 class Stream(NamedTuple):
-    """One step's right to noise: handed out once, by NoiseSource.claim."""
+    """One step's right to noise: handed out once, by NoiseSource.claim. In a captured CUDA graph the key is a
+    device tensor, int64 [5], that holds another step at each replay."""
 
-    key: bytes
+    key: bytes | torch.Tensor
     step: int
 
     def __repr__(self) -> str:
@@ -63,6 +65,7 @@ class NoiseSource:
         self._step = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._graph_states: dict[torch.device, torch.Tensor] = {}   # int64 [5]: a key of its own, next step
         # A compiled graph cannot hold this object; it holds the handle, and the ticket it appears to write,
         # so that no two calls are merged and none is removed (ops.py).
         self._handle, _next_handle = _next_handle, _next_handle + 1
@@ -84,9 +87,9 @@ class NoiseSource:
         """False for a seeded source: nothing released with it carries a privacy claim."""
         return self._seed is None
 
-    def claim(self) -> Stream:
+    def claim(self, device: torch.device | None = None) -> Stream:
         """The next (key, step). The counter advances first, so an error afterwards wastes a step and never
-        repeats one."""
+        repeats one. device: where the noise will be made; matters only to CUDA graphs."""
         if os.getpid() != self._pid:
             if not self.private:
                 raise RuntimeError(
@@ -94,12 +97,43 @@ class NoiseSource:
                     "NoiseSource.seeded_for_tests with another seed in the child"
                 )
             self._start(os.urandom(32), seed=None)
+        if device is not None and device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return self._claim_captured(device)
+            self._graph_state(device)
         with self._lock:   # two threads must not read the same step
             step = self._step
             if step >= MAX_STEPS:
                 raise OverflowError("NoiseSource: all 2^64 steps of this key are used; make a new NoiseSource")
             self._step = step + 1
             return Stream(self._key, step)
+
+    def captured_steps(self) -> int:
+        """Steps that replays of captured CUDA graphs have claimed; waits for the device. `step` does not count
+        them, so accounting must."""
+        return sum(int(state[4]) for state in self._graph_states.values())
+
+    def _graph_state(self, device: torch.device) -> torch.Tensor:
+        """Made by the first eager step on a device, since a capture cannot bring a key there."""
+        if device not in self._graph_states:
+            key = os.urandom(32) if self._seed is None else hashlib.sha256(b"graph" + self._key).digest()
+            words = torch.frombuffer(bytearray(key + bytes(8)), dtype=torch.int64)
+            self._graph_states[device] = words.to(device)
+        return self._graph_states[device]
+
+    def _claim_captured(self, device: torch.device) -> Stream:
+        """Under capture Python runs once and the graph many times: the counter lives on the device, and the graph
+        itself takes a step and advances it, before the kernel that makes the words. The key is one that eager
+        steps never use."""
+        if device not in self._graph_states:
+            raise RuntimeError(
+                f"noise: take one ordinary step on {device} before capturing a CUDA graph; it puts a key there"
+            )
+        state = self._graph_states[device]
+        _captured.append(state)   # a graph outlives this object: its memory must not be given away
+        words = state.clone()
+        state[4] += 1
+        return Stream(words, -1)
 
     def state_dict(self) -> dict[str, Any]:
         """Public position: never the key, never the seed."""

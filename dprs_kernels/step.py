@@ -18,7 +18,7 @@ import torch
 from dprs_kernels import backends, inputs, reference
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
-from dprs_kernels.noise import NoiseSource
+from dprs_kernels.noise import NoiseSource, Stream
 from dprs_kernels.plan import StepPlan, make_plan
 
 
@@ -97,7 +97,7 @@ class PrivateSum:
         self.keep = keep
         self.noise = noise
         self._diagnostics = non_private_diagnostics
-        self._backend = backends.resolve(backend, self.params[0].device)
+        self._backend = backends.resolve(backend, self.params[0].device, self.names[0])
         self._used = inputs.UsedOnce()
         self._total: torch.Tensor | None = None
         self._released = False
@@ -127,10 +127,34 @@ class PrivateSum:
     def release_into(self, outs: Sequence[torch.Tensor]) -> None:
         """As release, into contiguous tensors of the parameters' shapes."""
         self._check_open("release")
-        self.__dict__["_released"] = True   # before noise is made: an error now never leads to a second try
-        stream = self.noise.claim()
+        stream = self._close()
         self._backend.release(outs, self._sum(), self._bits(), self.plan, stream.key, stream.step)
         self.__dict__["_total"] = None
+
+    @torch.no_grad()
+    def step(self, grad_samples: Any = None) -> None:
+        """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one."""
+        fused = getattr(self._backend, "step_", None)
+        batches, sources = inputs.micro_batches(self.names, self.params, grad_samples)
+        if fused is None or len(batches) != 1 or self._total is not None:
+            self.add(grad_samples)
+            self.release()
+            return
+        self._check_open("step")
+        outs = [_gradient_of(param) for param in self.params]
+        stream = self._close()
+        norms = fused(outs, self._sum(), batches[0], self._bits(), self.plan, stream.key, stream.step)
+        if self._diagnostics is not None:
+            self._diagnostics._update(norms, self.plan)
+        inputs.consume(self.params, sources)
+        self.__dict__["_total"] = None
+        for param, out in zip(self.params, outs, strict=True):
+            param.grad = out
+
+    def _close(self) -> Stream:
+        """No second release, whatever happens next: the sum closes before noise is made."""
+        self.__dict__["_released"] = True
+        return self.noise.claim(self.params[0].device)
 
     def _sum(self) -> torch.Tensor:
         if self._total is None:
@@ -142,7 +166,9 @@ class PrivateSum:
 
     def _bits(self) -> torch.Tensor | None:
         """The keep bits, or None where all are kept (the same result, with less work)."""
-        return None if self.keep is None or self.keep.count == self.keep.size else self.keep.bits
+        if self.keep is None or self.keep.count == self.keep.size:
+            return None
+        return self.keep.bits_on(self.params[0].device)
 
     def _check_open(self, verb: str) -> None:
         if self._released:
@@ -221,5 +247,4 @@ def fused_rs_dp_step(
         expected_batch_size=expected_batch_size, noise=noise, loss_reduction=loss_reduction, clipping=clipping,
         backend=backend, grad_scaler=grad_scaler, non_private_diagnostics=non_private_diagnostics,
     )   # fmt: skip
-    total.add(grad_samples)
-    total.release()
+    total.step(grad_samples)

@@ -1,7 +1,8 @@
 """The registry: which backends exist, which can run here, which one a call gets.
 
 A backend is a module with the two verbs `accumulate_` and `release` of reference.py and a function
-`unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can).
+`unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can). It may have a third verb,
+`step_`, both in one pass.
 """
 
 from __future__ import annotations
@@ -16,23 +17,18 @@ NAMES = ("reference", "cpu", "triton")
 _warned: set[str] = set()
 
 
-def _module(name: str) -> ModuleType | None:
-    if name == "triton":
-        return None
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"dprs_kernels.backends.{name}")
 
 
 def unavailable(name: str, device: torch.device) -> str:
     """Why `name` cannot run on `device`; "" if it can."""
-    module = _module(name)
-    if module is None:
-        return "the Triton kernels are not part of this version"
-    return str(module.unavailable(device))
+    return str(_module(name).unavailable(device))
 
 
-def resolve(name: str, device: torch.device) -> ModuleType:
-    """The backend for a call: the named one or ValueError; "auto" goes by the device and warns once when it
-    falls back to the reference."""
+def resolve(name: str, device: torch.device, tensor: str = "params[0]") -> ModuleType:
+    """The backend for a call: the named one or ValueError, which names the tensor that is on `device`; "auto" goes
+    by the device and warns once when it falls back to the reference."""
     if name == "auto":
         wanted = "cpu" if device.type == "cpu" else "triton"
         why = unavailable(wanted, device)
@@ -50,7 +46,7 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         raise ValueError(f"backend: got {name!r}; expected one of auto, {', '.join(NAMES)}")
     elif why := unavailable(name, device):
         usable = [other for other in NAMES if not unavailable(other, device)]
-        raise ValueError(f"backend: {name!r} cannot run on {device}: {why}. Available here: {', '.join(usable)}")
-    module = _module(name)
-    assert module is not None
-    return module
+        raise ValueError(
+            f"backend: {name!r} cannot run on {device}, where {tensor} is: {why}. Available here: {', '.join(usable)}"
+        )
+    return _module(name)

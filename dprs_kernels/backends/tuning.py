@@ -1,0 +1,109 @@
+"""Which design, tile and group the Triton backend launches: pure functions of public sizes, no autotune.
+
+Design A, any D and N: norms, factors, sums (then release), two passes over the gradients.
+Design B, one launch and one pass: a group's second touch must come while it is still in L2.
+
+    bytes between the two touches = ((2 lag + 1) group es + 8) D        rows of 2 lag + 1 groups, int64 sums
+    past the L2 this is a cliff (1.0 -> 1.9 passes), so the group comes from the window, and B is not used at all
+    if it would be smaller than 2: adding 8-byte sums for a single row of 4-byte values costs what a pass does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+VECTOR = 16                # bytes of a load
+NORM_ROWS, NORM_LANES = 8, 128
+NORM_COLUMNS = 8192        # 64 values a thread and row: what the reduction costs is then 0.6 instructions a value
+SUM_ROWS, SUM_LANES = 4, 128
+SUM_COLUMNS = 2048         # 16 columns a thread: 32 registers of int64 sums
+RELEASE_COLUMNS = 2048     # one ChaCha20 block a thread of 8 warps
+L2_SHARE = 0.65            # of the L2 is ours: the rest holds tables, outputs and what is on its way
+MAX_GROUP = 32
+IN_FLIGHT = 0.6            # lag * tiles over programs in flight: from 0.6 on waiting is 0-8 % (simulated), at 0.3 13-26 %
+RESIDENT_THREADS = 512     # a multiprocessor's, at the 128 registers that every kernel stays under
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice depends on. l2: bytes; processors: SMs or CUs."""
+
+    l2: int
+    processors: int
+
+
+A100 = Device(l2=40 * 2**20, processors=108)
+H100 = Device(l2=50 * 2**20, processors=132)
+
+
+@dataclass(frozen=True)
+class Config:
+    """design "A", or "B" with tiles of `columns`, groups of `group` samples and P2 `lag` groups behind P1."""
+
+    design: str
+    columns: int = 0
+    warps: int = 8
+    group: int = 0
+    lag: int = 0
+
+
+def window(size: int, element_size: int, group: int, lag: int) -> int:
+    """Bytes between design B's two touches of a row."""
+    return ((2 * lag + 1) * group * element_size + 8) * size
+
+
+def choose(size: int, element_size: int, device: Device) -> Config:
+    """The design for D = size coordinates of element_size bytes.
+
+    For each tile: the lag that keeps every resident program busy (P2(k) waits for all of P1(k)), then the largest
+    power of two of samples a group whose window fits. Of those the one with the most values a thread: taking a
+    ticket, reducing norms and adding sums cost the same for any number. Between equals, the shorter lag.
+    """
+    best, most = Config("A"), (0, 0)
+    for columns, warps in ((4096, 8), (2048, 8), (1024, 8), (512, 4)):
+        tiles, resident = -(-size // columns), device.processors * RESIDENT_THREADS // (32 * warps)
+        lag = max(1, math.ceil(IN_FLIGHT * resident / tiles))
+        group = MAX_GROUP
+        while group > 1 and window(size, element_size, group, lag) > L2_SHARE * device.l2:
+            group //= 2
+        rank = (group * columns // warps, -lag)
+        if group >= 2 and element_size <= 4 and rank > most:
+            best, most = Config("B", columns, warps, group, lag), rank
+    return best
+
+
+def splits(tiles: int, blocks: int, device: Device) -> int:
+    """Over how many programs a tile's rows are split in design A: enough for four programs a multiprocessor,
+    at least 8 blocks (32 rows) each. Sums are integers, so the result does not depend on it."""
+    return max(1, min(-(-4 * device.processors // tiles), blocks // 8))
+
+
+_override: Config | None = None
+
+
+@contextmanager
+def override(config: Config) -> Iterator[None]:
+    """For tests: this config for every launch inside. Results must not change."""
+    global _override
+    before, _override = _override, config
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def config_for(size: int, element_size: int, device: torch.device) -> Config:
+    return _override or choose(size, element_size, facts(device))
+
+
+def facts(device: torch.device) -> Device:
+    """L2 and multiprocessors of a GPU; an A100's where there is none (the interpreter)."""
+    if device.type != "cuda":
+        return A100
+    properties = torch.cuda.get_device_properties(device)
+    return Device(l2=int(properties.L2_cache_size), processors=int(properties.multi_processor_count))
