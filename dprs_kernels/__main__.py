@@ -1,4 +1,4 @@
-"""The command line: python -m dprs_kernels demo | info."""
+"""The command line: python -m dprs_kernels demo | info | kernels."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--backend", metavar="NAME", help="auto, reference, cpu or triton (default: auto)")
     demo.add_argument("--no-progress", dest="progress", action="store_false", help="print the result only")
     demo.set_defaults(command=_demo)
+    kernels = commands.add_parser("kernels", help="what the GPU kernels compile to, with bounds; needs no GPU")
+    kernels.add_argument("--target", metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942 (default: all)")
+    kernels.set_defaults(command=_kernels)
     info = commands.add_parser("info", help="versions, backends with the reason of each, CPU features, threads")
     info.set_defaults(command=_info)
     return parser
@@ -52,6 +55,14 @@ def _demo(**options: object) -> None:
         print(demo.run(**options).summary())  # type: ignore[arg-type]
     finally:
         torch.set_num_threads(threads)
+
+
+def _kernels(target: str | None) -> None:
+    from dprs_kernels.backends.launches import shipped
+    from dprs_kernels.compiled import TARGETS, table
+
+    launches = shipped()
+    print("\n\n".join(table(launches, name) for name in ([target] if target else TARGETS)))
 
 
 def _info() -> None:

@@ -46,6 +46,18 @@ _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;
 _SASS_UNIFORM = re.compile(r"U|S2UR|CS2UR|LDCU|VOTEU")
 
 
+def outer_lines(text: str) -> list[int]:
+    """For each instruction in `nvdisasm -gi`, the line of the kernel itself: where a device function was called, not
+    the line inside it. 0 where nothing is said."""
+    lines, at = [], 0
+    for line in text.splitlines():
+        if place := re.search(r'//## File "[^"]+", line (\d+)( inlined at)?', line):
+            at = at if place[2] else int(place[1])   # the chain of calls ends with the kernel
+        elif _SASS.match(line):
+            lines.append(at)
+    return lines
+
+
 def parse_sass(text: str) -> list[Instruction]:
     """The instructions of the one kernel in `cuobjdump -sass`."""
     found = _SASS.findall(text)

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import getsourcelines
 from typing import Any
 
 from dprs_kernels import assembly
@@ -65,8 +66,11 @@ class Shipped:
     elements: int               # elements that a whole program handles
     bytes_per_element: float    # DRAM bytes, for the bound
     kind: str                   # "gradient": all loads of G must be 128 bits wide; "noise"; "other"
+    max_registers: int = 0      # asked of NVIDIA's compiler; 0: whatever it takes
     gradient: str = ""          # the argument that points to G; "": its addresses come out of a table
     outer_trips: float = 1.0    # of a loop around the main loop, if there is one
+    rare: tuple[str, ...] = ()  # calls in the kernel whose instructions do not count: one program of many makes them
+    twice: str = ""             # the line up to which instructions count twice: programs of either phase run them
 
     def __post_init__(self) -> None:
         if self.kind not in ("gradient", "noise", "other"):
@@ -127,21 +131,22 @@ def build(shipped: Shipped, target: str) -> Any:
     """Triton's compiled kernel: .asm holds ttir, ptx and cubin, or amdgcn and hsaco. Once a process."""
     if target not in TARGETS:
         raise ValueError(f"target {target!r} is not known; available: {', '.join(TARGETS)}")
-    triton = _triton()
-    if triton.knobs.runtime.interpret:
+    if triton().knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set: a process either interprets or compiles; unset it to compile")
     given = {**shipped.signature, **shipped.constants}
     if wrong := sorted(set(given) ^ set(shipped.kernel.arg_names)):
         raise ValueError(f"{shipped.name}: arguments missing from the kernel or from signature and constants: {wrong}")
     return _build(
-        shipped.kernel, tuple(shipped.signature.items()), tuple(shipped.constants.items()), shipped.warps, target
-    )
+        shipped.kernel, tuple(shipped.signature.items()), tuple(shipped.constants.items()), shipped.warps, target,
+        shipped.max_registers,
+    )   # fmt: skip
 
 
 @cache
 def _build(
-    kernel: Any, signature: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...], warps: int, target: str
-) -> Any:
+    kernel: Any, signature: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...], warps: int,
+    target: str, registers: int,
+) -> Any:   # fmt: skip
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -149,11 +154,13 @@ def _build(
     # Tensors are allocated at multiples of 16 bytes at least; without the hint all loads are 32 bits wide.
     hints = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
     source = ASTSource(kernel, types, constexprs=dict(constants), attrs=hints)
-    options = dict(num_warps=warps, enable_fp_fusion=False)   # a product is rounded before it is added
-    return _triton().compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    options: dict[str, Any] = dict(num_warps=warps, enable_fp_fusion=False)   # a product is rounded before it is added
+    if registers and target.startswith("sm"):
+        options["maxnreg"] = registers
+    return triton().compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 
-def _triton() -> Any:
+def triton() -> Any:
     try:
         import triton
     except ImportError as error:
@@ -197,9 +204,10 @@ def read(shipped: Shipped, target: str, built: Any) -> Report:
     around = [loop for loop in loops if any(inner < loop for inner, _ in main)]
     trips = {i: shipped.outer_trips for loop in around for i in loop}
     trips.update({i: shipped.elements / elements for loop, elements in main for i in loop})
+    weights = _weights(shipped, asm["cubin"]) if "cubin" in asm and (shipped.rare or shipped.twice) else {}
     total = {False: 0.0, True: 0.0}   # by uniform
     for i in body:
-        total[code[i].uniform] += code[i].counted * trips.get(i, 1.0)
+        total[code[i].uniform] += code[i].counted * trips.get(i, 1.0) * weights.get(i, 1.0)
     releases, acquires, barriers = assembly.ordering(text)
     approximate, guesses, flushes = assembly.approximations(text)
     return Report(
@@ -246,13 +254,33 @@ def _innermost(code: Sequence[assembly.Instruction], loops: Sequence[Body], widt
     return [loop for loop in having if not any(inner < loop for inner in having)]
 
 
+def _weights(shipped: Shipped, cubin: bytes) -> dict[int, float]:
+    """How often each instruction counts, by its index, from the line of the kernel that it came from."""
+    lines, first = getsourcelines(shipped.kernel.fn)
+    split = next((i for i, line in enumerate(lines) if shipped.twice and shipped.twice in line), 0)
+    weight = [2.0 if 0 < i < split else 1.0 for i in range(len(lines))]
+    inside = False   # a rare call and what follows it up to its closing parenthesis
+    for i, line in enumerate(lines):
+        inside = inside or any(call in line for call in shipped.rare)
+        if inside:
+            weight[i] = 0.0
+            inside = not line.split("#")[0].rstrip().endswith(")")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton().knobs.nvidia.nvdisasm.path, "-gi", "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    places = enumerate(assembly.outer_lines(text))
+    return {i: weight[line - first] for i, line in places if 0 <= line - first < len(lines)}
+
+
 @cache
 def _dump(cubin: bytes) -> tuple[str, dict[str, int]]:
     """SASS and resource usage (REG, STACK, ...) of a cubin with one kernel. 0.5 s"""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_triton().knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        command = [triton().knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return text, {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
@@ -304,7 +332,8 @@ def _header(target: str) -> list[str]:
     return [
         f"{target}: compiled and modelled, not timed on a GPU.",
         f"From the binary: registers, spills ({spills}) and stack (bytes) a thread, shared (bytes), global loads.",
-        "Modelled: lane-instructions per element, from loop bodies and trip counts, every arm of every branch taken.",
+        "Modelled: lane-instructions per element, from loop bodies and trip counts, both arms of every branch taken, "
+        "but for those that one program of many takes (B: a group's factors, a tile's noise). B: both phases.",
         "Bounds: ms per 1e9 elements, the larger of DRAM time and issue time, at full bandwidth and one instruction a "
         f"clock and scheduler. {devices}.",
     ]

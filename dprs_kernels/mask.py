@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprs_kernels import native, reference
+from dprs_kernels import backends, native, reference
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.schedule import checked_rate
 
@@ -59,14 +59,14 @@ class KeepMask:
     def draw(
         cls, params_or_shapes: Iterable[Any], *, drop_rate: float, seed: int, draw: int, structure: str = "coordinate"
     ) -> KeepMask:
-        """Exactly floor(drop_rate * D) coordinates dropped, uniformly, from a public seed."""
+        """Exactly floor(drop_rate * D) coordinates dropped, uniformly, from a public seed. From parameters on a GPU
+        the same bits are drawn there, and nothing but the key crosses the bus."""
         if structure != "coordinate":
             raise ValueError(f'structure: got {structure!r}; available: "coordinate"')
-        layout = Layout.of(params_or_shapes)
+        items = list(params_or_shapes)
+        layout = Layout.of(items)
         dropped = drop_count(drop_rate, layout.size)
-        key = mask_key(seed, draw)
-        make = native.draw_mask if native.library() is not None else reference.draw_mask
-        bits, _ = make(layout, dropped, key)
+        bits = _draw(layout, dropped, mask_key(seed, draw), _device_of(items))
         return cls(layout, bits, count=layout.size - dropped, drop_rate=float(drop_rate), recipe=(seed, draw))
 
     @classmethod
@@ -191,6 +191,21 @@ class KeepMask:
     def __repr__(self) -> str:
         origin = "" if self._recipe is None else f", seed={self._recipe[0]}, draw={self._recipe[1]}"
         return f"KeepMask({self.count} of {self.size} kept, drop_rate={self.drop_rate:g}{origin})"
+
+
+def _draw(layout: Layout, dropped: int, key: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" and not backends.unavailable("triton", device):
+        from dprs_kernels.backends import triton_mask
+
+        return triton_mask.draw_mask(layout, dropped, key, device)[0]
+    make = native.draw_mask if native.library() is not None else reference.draw_mask
+    return make(layout, dropped, key)[0]
+
+
+def _device_of(items: Sequence[Any]) -> torch.device:
+    """Of the first parameter; the CPU for shapes."""
+    first = items[0][1] if items and isinstance(items[0], tuple) and len(items[0]) == 2 else items[0] if items else None
+    return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
 
 def _drawn(shapes: tuple[tuple[int, ...], ...], drop_rate: float, seed: int, draw: int) -> KeepMask:

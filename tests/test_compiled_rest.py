@@ -15,6 +15,7 @@ from dprs_kernels.backends import triton_linear, triton_mask  # noqa: E402
 from dprs_kernels.kernels import linear, mask  # noqa: E402
 
 TARGETS = [80, 90, 100, "gfx942"]
+POINTERS = {"partial_ptr": "*fp64", "out_ptr": "*fp64", "exponent_ptr": "*i32", "bits_ptr": "*i32"}
 TILE = triton_linear.TILE
 
 

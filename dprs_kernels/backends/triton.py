@@ -157,8 +157,10 @@ class _Target:
     ) -> _Target:
         addresses = [out.data_ptr() for out in outs]
         secret = [] if isinstance(key, torch.Tensor) else tables.stream_words(key, step)
-        where, numbers, words = tables.upload(device, addresses, tables.release_words(plan), secret)
-        return _Target(where, numbers.view(torch.float64), key if isinstance(key, torch.Tensor) else words, outs[0].dtype)
+        where, numbers, stream = tables.upload(device, addresses, tables.release_words(plan), secret)
+        if isinstance(key, torch.Tensor):
+            stream = key
+        return _Target(where, numbers.view(torch.float64), stream, outs[0].dtype)
 
 
 def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
@@ -227,7 +229,7 @@ def _one_pass(
     outs, numbers, stream = (total,) * 3 if target is None else (target.outs, target.numbers, target.stream)
     kernels.one_pass._one_pass_kernel[(2 * groups * tiles.count,)](
         total, norms, factors, partials, sync, tiles.table, row_table, _pointer(bits, total), clip.view(torch.float64),
-        outs, numbers, stream, samples, groups, TILES=tiles.count, **launch.options,
+        outs, numbers, stream, samples, groups, min(config.lag, groups), TILES=tiles.count, **launch.options,
     )   # fmt: skip
     return norms.T
 

@@ -25,8 +25,9 @@ SUM_COLUMNS = 2048         # 16 columns a thread: 32 registers of int64 sums
 RELEASE_COLUMNS = 2048     # one ChaCha20 block a thread of 8 warps
 L2_SHARE = 0.65            # of the L2 is ours: the rest holds tables, outputs and what is on its way
 MAX_GROUP = 32
-IN_FLIGHT = 0.6            # lag * tiles over programs in flight: from 0.6 on waiting is 0-8 % (simulated), at 0.3 13-26 %
-RESIDENT_THREADS = 512     # a multiprocessor's, at the 128 registers that every kernel stays under
+IN_FLIGHT = 0.6            # lag * tiles over programs in flight: at 0.6 2-8 % is waiting (simulated), at 0.3 13-26 %
+RESIDENT_REGISTERS = 128   # a thread of design B: 512 threads of it fill a multiprocessor's 65536
+RESIDENT_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,17 @@ def choose(size: int, element_size: int, device: Device) -> Config:
     ticket, reducing norms and adding sums cost the same for any number. Between equals, the shorter lag.
     """
     best, most = Config("A"), (0, 0)
-    for columns, warps in ((4096, 8), (2048, 8), (1024, 8), (512, 4)):
+    if element_size > 4:   # float64 gradients are for checking, not for speed
+        return best
+    for columns in (4096, 2048, 1024, 512):
+        warps = min(8, columns * element_size // (VECTOR * 32))   # a vector a thread, at least
         tiles, resident = -(-size // columns), device.processors * RESIDENT_THREADS // (32 * warps)
         lag = max(1, math.ceil(IN_FLIGHT * resident / tiles))
         group = MAX_GROUP
         while group > 1 and window(size, element_size, group, lag) > L2_SHARE * device.l2:
             group //= 2
         rank = (group * columns // warps, -lag)
-        if group >= 2 and element_size <= 4 and rank > most:
+        if group >= 2 and rank > most:
             best, most = Config("B", columns, warps, group, lag), rank
     return best
 

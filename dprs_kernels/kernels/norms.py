@@ -120,7 +120,8 @@ def _norms_factor_kernel(
     """norm, float64 [segments, samples], and factor, fp32 or fp64 [segments, padded_samples], of BLOCK_N samples.
 
     range, int64 [segments, 2]: first tile of each segment and the one after its last. The order of addition is
-    fixed: BLOCK_T tiles at a time. A sample with any norm not finite has all its factors 0, and so have the padding samples.
+    fixed: BLOCK_T tiles at a time. A sample with any norm not finite has all its factors 0, and so have those that
+    pad the last block.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inb = rows < samples

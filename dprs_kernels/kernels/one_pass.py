@@ -25,9 +25,8 @@ from dprs_kernels.kernels.vectors import keep_of_vectors, row_fields, row_pointe
 
 
 @triton.jit
-def slot_work(slot, groups, LAG: tl.constexpr):
-    """(phase, group) of a slot; phase 0 = norms, 1 = sums."""
-    lag = tl.minimum(groups, LAG)
+def slot_work(slot, groups, lag):
+    """(phase, group) of a slot; phase 0 = norms, 1 = sums. lag <= groups"""
     steady = slot - lag                  # negative: the first P1
     drain = steady - 2 * (groups - lag)  # not negative: the last P2
     k = steady >> 1
@@ -57,12 +56,12 @@ def group_factors(
     tl.store(factor_ptr + rows, tl.where(inb, factor, 0.0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["samples", "groups"])
+@triton.jit(do_not_specialize=["samples", "groups", "lag"])
 def _one_pass_kernel(
     total_ptr, norm_ptr, factor_ptr, partial_ptr, sync_ptr, tile_ptr, row_ptr, bits_ptr, clip_ptr,
-    out_ptr, release_ptr, stream_ptr, samples, groups,
-    DTYPE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, LAG: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    E: tl.constexpr, HAS_KEEP: tl.constexpr, RELEASE: tl.constexpr, OUT: tl.constexpr,
+    out_ptr, release_ptr, stream_ptr, samples, groups, lag,
+    DTYPE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
+    HAS_KEEP: tl.constexpr, RELEASE: tl.constexpr, OUT: tl.constexpr,
 ):   # fmt: skip
     """grid (2 groups TILES,). Flat or automatic clipping, SMALL units, aligned rows; factor [groups * GROUP].
 
@@ -73,7 +72,7 @@ def _one_pass_kernel(
     ready_ptr = arrived_ptr + groups
     done_ptr = ready_ptr + groups
     tile = ticket % TILES
-    phase, group = slot_work(ticket // TILES, groups, LAG)
+    phase, group = slot_work(ticket // TILES, groups, lag)
     param, column, columns, word = tile_fields(tile_ptr, tile)
     address, stride = row_fields(row_ptr, param)
     first = group * GROUP
@@ -110,7 +109,11 @@ def _one_pass_kernel(
             tl.debug_barrier()   # every thread's additions, before thread 0 says so
             if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel") == groups - 1:
                 tl.debug_barrier()
-                release_tile(
-                    tl.load(out_ptr + param), column, columns, word, total_ptr, bits_ptr, release_ptr, stream_ptr,
-                    OUT, C * L * E // 8, SMALL, HAS_KEEP, True,
-                )   # fmt: skip
+                AT_ONCE: tl.constexpr = C * L * E // 8 if C * L * E < 2048 else 256   # blocks: one a thread
+                for part in tl.static_range(C * L * E // 8 // AT_ONCE):
+                    tl.debug_barrier()   # one part's registers at a time; a loop would keep every constant in one
+                    release_tile(
+                        tl.load(out_ptr + param), column + part * (AT_ONCE // 4), columns - part * (AT_ONCE * 8),
+                        word + part * (AT_ONCE // 4), total_ptr, bits_ptr, release_ptr, stream_ptr,
+                        OUT, AT_ONCE, SMALL, HAS_KEEP, True,
+                    )   # fmt: skip

@@ -46,7 +46,8 @@ def true_units(grads, keep, setting=None):
     size = torch.zeros_like(total)
     for p, (grad, start) in enumerate(zip(grads, plan.layout.starts, strict=True)):
         fp = f[:, plan.segment_of[p]].unsqueeze(1)
-        rows = reference.kept(grad, None if dense is None else dense[p]).double().reshape(grad.shape[0], plan.layout.sizes[p])
+        rows = reference.kept(grad, None if dense is None else dense[p]).double()
+        rows = rows.reshape(grad.shape[0], plan.layout.sizes[p])
         part = torch.where(fp != 0, rows, 0.0) * fp
         total[start : start + part.shape[1]] = part.sum(0)
         size[start : start + part.shape[1]] = part.abs().sum(0)

@@ -97,7 +97,8 @@ def test_splits_of_the_rows_do_not_matter(monkeypatch):
         monkeypatch.setattr(tuning, "splits", lambda *_, split=split: split)
         with tuning.override(A):
             totals.append(units(grads, keep)[0])
-    assert torch.equal(totals[0], totals[1]) and torch.equal(totals[0], totals[2])
+    assert torch.equal(totals[0], totals[1])
+    assert torch.equal(totals[0], totals[2])
 
 
 def test_strided_mixed_and_empty_parameters():
