@@ -25,13 +25,17 @@ def limit(work: Workload) -> Contender:
     """1R with all threads and nothing else: no step that looks at every gradient can be faster from memory."""
 
     def run(sigma: float) -> Sequence[torch.Tensor]:
-        native.read_once(work.grads)
+        if work.device.type == "cpu":
+            native.read_once(work.grads)
+        else:   # torch's own reduction, which reads at the memory's speed
+            for grad in work.grads:
+                grad.sum()
         return []
 
     return Contender(LIMIT, run, peer=False)
 
 
-def ours(work: Workload, rate: float) -> Run:
+def ours(work: Workload, rate: float, backend: str = "auto") -> Run:
     """fused_rs_dp_step as users call it: Python checks, the pass over G, ChaCha20 noise, p.grad in place."""
     params, keep = work.params(), work.keeps[rate]
     noise = NoiseSource.seeded_for_tests(SEED)   # step 0 is the one that is checked; speed is that of any key
@@ -39,7 +43,7 @@ def ours(work: Workload, rate: float) -> Run:
     def run(sigma: float) -> Sequence[torch.Tensor]:
         fused_rs_dp_step(
             params, keep=keep, max_grad_norm=BOUND, noise_multiplier=sigma, expected_batch_size=work.shape.samples,
-            noise=noise, grad_samples=work.grads,
+            noise=noise, grad_samples=work.grads, backend=backend,
         )   # fmt: skip
         return [p.grad for p in params if p.grad is not None]
 
@@ -54,7 +58,7 @@ def paper(work: Workload, rate: float) -> Run:
     they are drawn by (sorted, the step would take about 0.75 of the time)."""
     samples, sizes = work.shape.samples, [math.prod(part) for part in work.shape.shapes]
     dropped = (~work.flat_keep(rate)).nonzero().reshape(-1)   # int64 [r D], made once per epoch: not timed
-    dropped = dropped[torch.randperm(dropped.numel())]
+    dropped = dropped[torch.randperm(dropped.numel())].to(work.device)
 
     def run(sigma: float) -> Sequence[torch.Tensor]:
         flat = torch.cat([grad.reshape(samples, -1) for grad in work.grads], 1)   # 1R 1W
@@ -64,7 +68,7 @@ def paper(work: Workload, rate: float) -> Run:
         norms = flat.norm(dim=1)                                                 # 1R
         flat *= (BOUND / norms).clamp(max=1).unsqueeze(1)                        # 1R 1W
         total = flat.sum(0)                                                      # 1R
-        noise = torch.normal(0.0, sigma * BOUND, total.shape, dtype=total.dtype)
+        noise = torch.normal(0.0, sigma * BOUND, total.shape, dtype=total.dtype, device=work.device)
         noise[dropped] = 0
         out = (total + noise) / samples
         parts = zip(out.split(sizes), work.shape.shapes, strict=True)
@@ -83,7 +87,7 @@ def opacus(work: Workload, rate: float, mask: str = "") -> Run:
     optimizer = DPOptimizer(
         torch.optim.SGD(params, lr=1.0), noise_multiplier=0.0, max_grad_norm=BOUND, expected_batch_size=samples
     )
-    keep = [part.to(work.dtype) for part in work.dense[rate]]
+    keep = [part.to(work.device, work.dtype) for part in work.dense[rate]]
     # In place spoils G for the others, so it has its own. Masking twice is masking once: it can be reused.
     grads = [grad.clone() for grad in work.grads] if mask == "in place" else work.grads
 
@@ -114,7 +118,7 @@ def compiled(work: Workload, rate: float) -> Run:
     The fastest of six spellings: a float mask multiplied into the norm, a matmul for the sum, masked afterwards
     (bool masks and torch.where, as the reference has it to keep a dropped NaN out, took 2 to 4 times as long).
     sigma goes in as a tensor, so that a new value is no new graph."""
-    samples, keep = work.shape.samples, [part.float() for part in work.dense[rate]]
+    samples, keep = work.shape.samples, [part.float().to(work.device) for part in work.dense[rate]]
 
     def step(grads: list[torch.Tensor], keep: list[torch.Tensor], sigma: torch.Tensor) -> list[torch.Tensor]:
         pairs = [(grad.float(), part) for grad, part in zip(grads, keep, strict=True)]
@@ -123,12 +127,12 @@ def compiled(work: Workload, rate: float) -> Run:
         outs = []
         for grad, part in pairs:
             total = (factors @ grad.reshape(samples, -1)).view(part.shape)
-            outs.append((total + torch.randn(part.shape) * (sigma * BOUND)) * part / samples)
+            outs.append((total + torch.randn_like(part) * (sigma * BOUND)) * part / samples)
         return outs
 
     torch._dynamo.reset()   # one graph at a time; the recompile limit counts per function, not per shape
     fast = torch.compile(step, dynamic=False, fullgraph=True)
-    return lambda sigma: fast(work.grads, keep, torch.tensor(sigma))
+    return lambda sigma: fast(work.grads, keep, torch.tensor(sigma, device=work.device))
 
 
 def build(name: str, work: Workload, rate: float) -> Contender:

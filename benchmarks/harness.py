@@ -96,8 +96,8 @@ class Workload:
     samples are clipped, some are not. (Fresh normals for all of [N, D] would take longer than the race.)
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         random = torch.Generator().manual_seed(SEED)
         spread = torch.empty(shape.samples).uniform_(-1.2, 1.2, generator=random).exp()
         scales = (spread / math.sqrt(shape.size / 2)).tolist()
@@ -110,14 +110,14 @@ class Workload:
                 at = 7919 * i % size
                 torch.mul(base[at:], scales[i], out=row[: size - at])
                 torch.mul(base[:at], scales[i], out=row[size - at :])
-            self.grads.append(grad)
+            self.grads.append(grad.to(self.device))
         self.keeps = {r: KeepMask.draw(shape.shapes, drop_rate=r, seed=SEED, draw=0) for r in RATES}
         self.dense = {r: keep.dense() for r, keep in self.keeps.items()}
         self._truths: dict[float, torch.Tensor] = {}
 
     def params(self) -> list[torch.nn.Parameter]:
         """Fresh fp32 parameters: with bf16 gradients the usual mixed precision."""
-        return [torch.nn.Parameter(torch.zeros(part)) for part in self.shape.shapes]
+        return [torch.nn.Parameter(torch.zeros(part, device=self.device)) for part in self.shape.shapes]
 
     def flat_keep(self, rate: float) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in self.dense[rate]])   # [D] bool
@@ -132,7 +132,8 @@ class Workload:
         """All rates in two sweeps over G, some columns at a time, widened in one buffer of 32 MB."""
         samples = self.shape.samples
         columns = 2**22 // samples
-        blocks = [block for grad in self.grads for block in grad.view(samples, -1).split(columns, 1)]
+        grads = [grad.cpu() for grad in self.grads]
+        blocks = [block for grad in grads for block in grad.view(samples, -1).split(columns, 1)]
         masks = []   # as blocks: [columns, rates]
         for parts in zip(*(self.dense[r] for r in RATES), strict=True):
             masks += torch.stack([part.reshape(-1) for part in parts], 1).double().split(columns)
@@ -162,7 +163,7 @@ def spec_noise(shape: Shape) -> torch.Tensor:
 
 
 def flatten(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    return torch.cat([part.detach().reshape(-1).double() for part in parts if part is not None])
+    return torch.cat([part.detach().reshape(-1).cpu().double() for part in parts if part is not None])
 
 
 @dataclass

@@ -66,11 +66,12 @@ class Results:
     def disturbed(self) -> dict[str, float]:
         return {name: found.share for name, found in self.watched.items() if found.share > DISTURBED}
 
-    def add(self, case: Case, contenders: Sequence[Contender]) -> None:
+    def add(self, case: Case, contenders: Sequence[Contender], where: str = "") -> None:
+        """where: the GPU, if it was one."""
         best = {c.name: c.best for c in contenders}
         for c in contenders:
             self.rows.append(Row(
-                self.commit, self.date, device(), torch.get_num_threads(), torch.__version__, case.shape.name,
+                self.commit, self.date, where or device(), torch.get_num_threads(), torch.__version__, case.shape.name,
                 case.shape.samples, case.shape.size, dtype_name(case.dtype), case.rate, c.name,
                 round(c.best * 1e3, 3), round(c.median * 1e3, 3), round(c.spread * 1e3, 3), case.bytes,
                 round(c.best / best[LIMIT], 3), round(c.best / best[OURS], 3),

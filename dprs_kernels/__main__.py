@@ -77,9 +77,11 @@ def _info() -> None:
         "triton": _version_of("triton", "pytorch-triton"),
         "numpy": _version_of("numpy"),
     }
+    lines["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     for name in backends.NAMES:
-        why = backends.unavailable(name, torch.device("cpu"))
-        lines[f"backend {name}"] = f"unavailable on the CPU: {why}" if why else "available"
+        device = torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+        why = backends.unavailable(name, device)
+        lines[f"backend {name}"] = f"unavailable: {why}" if why else f"available on {device}"
     lines["cpu"] = _cpu_name()
     library = native.library()
     if library is None:

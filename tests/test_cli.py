@@ -12,8 +12,8 @@ import torch
 from dprs_kernels import __main__ as cli
 from dprs_kernels import __version__, backends, native
 
-FIELDS = ("dprs_kernels", "python", "torch", "triton", "numpy", "backend reference", "backend cpu", "backend triton",
-          "cpu", "cpu features", "openmp", "threads")   # fmt: skip
+FIELDS = ("dprs_kernels", "python", "torch", "triton", "numpy", "gpu", "backend reference", "backend cpu",
+          "backend triton", "cpu", "cpu features", "openmp", "threads")   # fmt: skip
 
 
 def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -31,10 +31,11 @@ def test_info_prints_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["numpy"] == numpy.__version__
     assert found["python"].startswith(".".join(map(str, sys.version_info[:3])))
     assert found["threads"] == str(torch.get_num_threads())
-    assert found["backend reference"] == "available"
+    assert found["backend reference"] == "available on cpu"
     for name in backends.NAMES:
-        why = backends.unavailable(name, torch.device("cpu"))
-        assert found[f"backend {name}"] == (f"unavailable on the CPU: {why}" if why else "available")
+        device = torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+        why = backends.unavailable(name, device)
+        assert found[f"backend {name}"] == (f"unavailable: {why}" if why else f"available on {device}")
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
@@ -50,8 +51,8 @@ def test_info_without_the_cpu_kernels(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(native, "_load", lambda: (None, "it was never built; build it"))
     found = info(capsys)
     assert tuple(found) == FIELDS
-    assert found["backend cpu"] == "unavailable on the CPU: it was never built; build it"
-    assert found["backend reference"] == "available"
+    assert found["backend cpu"] == "unavailable: it was never built; build it"
+    assert found["backend reference"] == "available on cpu"
     assert found["cpu features"].startswith("unknown")
     assert found["openmp"].startswith("unknown")
 

@@ -129,7 +129,7 @@ def _norms(dtype: torch.dtype) -> Shipped:
     launch = norms(dtype, True, True)
     return Shipped(
         f"A norms {tl(dtype)}", _norms_tile_kernel,
-        dict(partial_ptr="*fp64", clip_ptr="*fp64", segment_ptr="*i32", samples="i32", **_TILES),
+        dict(partial_ptr="*fp64", clip_ptr="*fp64", segment_ptr="*i32", samples="i32", tiles="i32", **_TILES),
         launch.constants, launch.warps, kind="gradient",
         loop_elements=NORM_ROWS * NORM_LANES * (VECTOR // dtype.itemsize), elements=NORM_ROWS * NORM_COLUMNS,
         bytes_per_element=dtype.itemsize + 1 / 8 / NORM_ROWS + 8 / NORM_COLUMNS,

@@ -39,14 +39,14 @@ def tiles_of(layout: Layout, params: tuple[int, ...], columns: int, device: torc
         for column in range(0, size, columns):
             rows.append((p, column // WORD, min(columns, size - column), (start + column) // WORD))
         ranges[p] = (first, len(rows))
-    table = upload_ints([word for row in rows for word in row], device).view(-1, 4)
+    table = _resident_ints([word for row in rows for word in row], device).view(-1, 4)
     return Tiles(table, len(rows), ranges)
 
 
 @lru_cache(maxsize=64)
 def segments_of(plan: StepPlan, device: torch.device) -> torch.Tensor:
     """int32 [params]."""
-    return upload_ints(plan.segment_of, device).to(torch.int32)
+    return _resident_ints(plan.segment_of, device).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,21 @@ def upload(device: torch.device, *sections: Sequence[int]) -> list[torch.Tensor]
     return views
 
 
+def _resident_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
+    """For tables that stay: not from inside a capture, whose memory is filled only when the graph runs."""
+    if _capturing(device):
+        raise RuntimeError(f"take one ordinary step of the same shapes on {device} before capturing a CUDA graph")
+    return upload_ints(words, device)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def upload_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 on the device. While a CUDA graph is captured no host memory may be read (it would be read again at
     every replay): each word becomes a fill of its own, frozen in the graph like the addresses it describes."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         table = torch.empty(len(words), dtype=torch.int64, device=device)
         for i, word in enumerate(words):
             table[i].fill_(word)

@@ -1,9 +1,11 @@
 """The Triton backend: launches the kernels of kernels/ on the tables of tables.py, as tuning.py chooses.
 
 Gradients stay where they lie: kernels get addresses and strides, never a copy of [N, D]; only rows that 128-bit loads
-cannot read (odd biases) are staged into an aligned scratch. Contributions are integers, so results are the same
-bits for every design, tile, split and schedule, and the same as the reference's and the CPU's wherever the norms
-agree.
+cannot read (odd biases) are staged into an aligned scratch.
+
+Contributions are integers: given the factors, sums are the same bits for every design, tile, split and schedule, and
+those of the reference and the CPU. Factors come from norms, whose last bits depend on the width of a tile: where
+nothing is clipped all agree bit for bit, elsewhere A and B are within 2^-21 of each other, each always the same.
 
 Under CUDA-graph capture nothing that must change is frozen: noise key and step are read from device memory, where
 the step advances on the device at each replay (NoiseSource.claim); counters are zeroed inside the graph; no kernel
@@ -67,11 +69,8 @@ def accumulate_(
     total: torch.Tensor, grads: Sequence[torch.Tensor], bits: torch.Tensor | None, plan: StepPlan
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
-    batch = _Batch.of(grads, plan)
-    with _on(batch.device):
-        if batch.one_pass is not None:
-            return _one_pass(total, batch, bits, plan, None)
-        return _two_pass(total, batch, bits, plan)
+    with _on(total.device):
+        return _accumulate(total, _Batch.of(grads, plan), bits, plan)
 
 
 def release(
@@ -104,13 +103,19 @@ def step_(
     step: int,
 ) -> torch.Tensor:
     """accumulate_ and release of a logical batch that is one micro-batch: one launch where design B serves."""
-    batch = _Batch.of(grads, plan)
-    if batch.one_pass is None or batch.samples == 0 or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
-        norms = accumulate_(total, grads, bits, plan)
-        release(outs, total, bits, plan, key, step)
-        return norms
-    with _on(batch.device):
+    with _on(total.device):
+        batch = _Batch.of(grads, plan)
+        if batch.one_pass is None or batch.samples == 0 or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
+            norms = _accumulate(total, batch, bits, plan)
+            release(outs, total, bits, plan, key, step)
+            return norms
         return _one_pass(total, batch, bits, plan, _Target.of(outs, plan, key, step, batch.device))
+
+
+def _accumulate(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
+    if batch.one_pass is not None:
+        return _one_pass(total, batch, bits, plan, None)
+    return _two_pass(total, batch, bits, plan)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class _Target:
     """Where a release goes and with which noise, on the device."""
 
     outs: torch.Tensor      # int64 [P]
-    numbers: torch.Tensor   # float64 [4]
+    numbers: torch.Tensor   # float64 [3]
     stream: torch.Tensor    # int64 [5]
     dtype: torch.dtype      # of the first output
 
@@ -181,8 +186,8 @@ def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, pla
     clip, segment_of, keep = clip.view(torch.float64), tables.segments_of(plan, device), _pointer(bits, total)
     partials, at = torch.empty(count, samples, dtype=torch.float64, device=device), 0
     for launch, tiles in sets:
-        kernels.norms._norms_tile_kernel[(tiles.count, -(-samples // tuning.NORM_ROWS))](
-            partials[at:], tiles.table, row_table, keep, clip, segment_of, samples, **launch.options
+        kernels.norms._norms_tile_kernel[(tiles.count * -(-samples // tuning.NORM_ROWS),)](
+            partials[at:], tiles.table, row_table, keep, clip, segment_of, samples, tiles.count, **launch.options
         )
         at += tiles.count
     blocks = -(-samples // tuning.SUM_ROWS)

@@ -106,8 +106,13 @@ def config_for(size: int, element_size: int, device: torch.device) -> Config:
 
 
 def facts(device: torch.device) -> Device:
-    """L2 and multiprocessors of a GPU; an A100's where there is none (the interpreter)."""
+    """L2 and multiprocessors of a GPU; an A100's where there is none (the interpreter).
+
+    AMD's large GPUs have an L2 for each of several dies: what one program read, another does not find, so it counts as
+    none and design A serves. (B compiles for gfx942 and is correct there; it is not chosen.)
+    """
     if device.type != "cuda":
         return A100
     properties = torch.cuda.get_device_properties(device)
-    return Device(l2=int(properties.L2_cache_size), processors=int(properties.multi_processor_count))
+    l2 = 0 if torch.version.hip else int(properties.L2_cache_size)
+    return Device(l2=l2, processors=int(properties.multi_processor_count))

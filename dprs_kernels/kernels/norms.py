@@ -93,18 +93,18 @@ def clip_factor(squares, inverse_scale, bound, clip_ptr):
     return norm, truncated
 
 
-@triton.jit(do_not_specialize=["samples"])
+@triton.jit(do_not_specialize=["samples", "tiles"])
 def _norms_tile_kernel(
-    partial_ptr, tile_ptr, row_ptr, bits_ptr, clip_ptr, segment_ptr, samples,
+    partial_ptr, tile_ptr, row_ptr, bits_ptr, clip_ptr, segment_ptr, samples, tiles,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, CHUNKS: tl.constexpr,
     HAS_KEEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):   # fmt: skip
-    """partial[tile, row] of ROWS samples and one tile. grid (tiles, row blocks)"""
-    tile = tl.program_id(0)
+    """partial[tile, row] of ROWS samples and one tile. grid (tiles * row blocks,): the other axes end at 65535"""
+    tile = tl.program_id(0) % tiles
     param, column, columns, word = tile_fields(tile_ptr, tile)
     address, stride = row_fields(row_ptr, param)
     scale = segment_scale(clip_ptr, tl.load(segment_ptr + param))
-    first = tl.program_id(1) * ROWS
+    first = tl.program_id(0) // tiles * ROWS
     rows = first + tl.arange(0, ROWS)
     inb = rows < samples
     pointers = row_pointers(address, stride, column, first, ROWS, DTYPE, E, ALIGNED)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from tests.triton.recorder import ATOMIC, LOAD, STORE, hooked
 
 pytestmark = pytest.mark.usefixtures("needs_interpreter")
 
-TIMEOUT = 30.0   # seconds for all programs of a schedule that takes one at most
+TIMEOUT = 60.0   # seconds for all programs of a schedule, of which it takes one or two
 RESULTS = ("total", "norm", "factor", "p.grad")
 
 
@@ -133,7 +134,8 @@ def slots(groups, lag):
 
 @dataclass(frozen=True)
 class Operation:
-    """What a program does to memory, and the work that its ticket gave it (phase 0: no ticket yet)."""
+    """What a program does to memory; the work that its ticket gave it (phase 0: no ticket yet); and how many had
+    counted themselves at its group's or tile's counter before it did (-1: it has not yet)."""
 
     kind: str
     tensor: str
@@ -141,6 +143,7 @@ class Operation:
     phase: int
     group: int
     tile: int
+    earlier: int
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,15 @@ class Schedule:
     def hooks(self, launch, i, happened):
         """before and after of recorder.hooked in the process of program i. happened: one shared byte a hold."""
         chance = random.Random(f"{self.seed} {i}")
-        # Some programs are slow throughout, and some of their operations: both kinds of overtaking happen.
+        # Some programs are slow throughout, and one in three falls asleep once, long enough to be overtaken by most.
         slowness = 0.0 if self.seed is None else chance.choice((0.0, 0.001, 0.004))
-        work = [(0, 0, 0)]
+        asleep = -1 if self.seed is None or chance.random() > 1 / 3 else chance.randrange(14)   # of some 14 operations
+        work, operations = [(0, 0, 0, -1)], count()
 
         def before(kind, handle, active):
-            if slowness and chance.random() < 0.5:
+            if next(operations) == asleep:
+                time.sleep(0.4)
+            elif slowness and chance.random() < 0.5:
                 time.sleep(chance.random() * slowness)
             if kind == ATOMIC:
                 time.sleep(0.0002)   # whoever waits in a loop leaves the processor to the others
@@ -188,7 +194,11 @@ class Schedule:
                 tensor, index = launch.where(handle, active)
                 if (kind, tensor, index) == (ATOMIC, "sync", 0):
                     slot, tile = divmod(int(result.data.item()), launch.options["TILES"])
-                    work[0] = (*launch.slots[slot], tile)
+                    work[0] = (*launch.slots[slot], tile, -1)
+                elif (kind, tensor) == (ATOMIC, "sync"):
+                    phase, group, tile, _ = work[0]
+                    if index == (1 + group if phase == 1 else 1 + len(launch.slots) + tile):   # 2 slots a group
+                        work[0] = (phase, group, tile, int(result.data.item()))
                 operation = Operation(kind, tensor, index, *work[0])
                 for h, hold in enumerate(self.holds):
                     if hold.until(operation):
@@ -325,26 +335,33 @@ def backwards(programs):
     return list(range(programs))[::-1]
 
 
-# A mistake that a program makes if it can is given the time to happen. The clean kernel does not make it: there the
-# hold runs out, and the bits are the same.
-READ_FACTORS = Hold(   # the sums of group 0 read its factors before any tile, or all tiles but the first, has a norm
+# Each gives a mistake the time to happen, with certainty. The clean kernel does not make it: the hold runs out, or
+# there is nothing to hold, and the bits are the same.
+FACTORS = Hold(        # the sums of group 0 read its factors before any tile has written its norms
     held=lambda o: (o.kind, o.tensor, o.phase, o.group) == (STORE, "partial", 1, 0),
     until=lambda o: (o.kind, o.tensor, o.phase, o.group) == (LOAD, "factor", 2, 0),
 )
-READ_SOME_FACTORS = replace(READ_FACTORS, held=lambda o: READ_FACTORS.held(o) and o.tile > 0)
-READ_PARTIALS = Hold(  # the norms of group 0 are added up before its first tile's are written
-    held=lambda o: READ_FACTORS.held(o) and o.tile == 0,
-    until=lambda o: (o.kind, o.tensor, o.phase, o.group) == (STORE, "norm", 1, 0),
+MORE_FACTORS = replace(FACTORS, held=lambda o: FACTORS.held(o) and o.tile > 0)   # .. after the first has
+PARTIALS = Hold(       # the last tile to be counted adds up norms before the first has written its own
+    held=lambda o: FACTORS.held(o) and o.earlier == 0,
+    until=lambda o: (o.kind, o.tensor, o.group) == (STORE, "norm", 0),
 )
 RELEASED = Hold(       # a tile is released before group 0 has added to it
     held=lambda o: (o.kind, o.tensor, o.phase, o.group) == (ATOMIC, "total", 2, 0),
     until=lambda o: (o.kind, o.tensor) == (STORE, "p.grad"),
 )
-OVERWRITTEN = Hold(    # group 1 adds to a tile between group 0's reading and its writing
-    held=lambda o: (o.kind, o.tensor, o.phase, o.group, o.tile) == (STORE, "total", 2, 0, 0),
-    until=lambda o: (o.kind, o.tensor, o.phase, o.group, o.tile) == (STORE, "total", 2, 1, 0),
+COUNTED = replace(     # .. before the first group to be counted has
+    RELEASED, held=lambda o: (o.kind, o.tensor, o.phase, o.earlier) == (ATOMIC, "total", 2, 0)
 )
-HOLDS = {"factors": READ_FACTORS, "some factors": READ_SOME_FACTORS, "partials": READ_PARTIALS, "released": RELEASED}
+READ = Hold(           # group 0 reads the sums of tile 0 first
+    held=lambda o: (o.kind, o.tensor, o.tile) == (LOAD, "total", 0) and o.group > 0,
+    until=lambda o: (o.kind, o.tensor, o.tile, o.group) == (LOAD, "total", 0, 0),
+)
+OVERWRITTEN = Hold(    # .. and writes them after group 1
+    held=lambda o: (o.kind, o.tensor, o.tile, o.group) == (STORE, "total", 0, 0),
+    until=lambda o: (o.kind, o.tensor, o.tile, o.group) == (STORE, "total", 0, 1),
+)
+HOLDS = {"factors": FACTORS, "more factors": MORE_FACTORS, "released": RELEASED}
 
 
 @pytest.mark.parametrize("name", HOLDS)
@@ -362,17 +379,17 @@ WAIT = """        while ready == 0:
 """
 ADD = "        add_units(total_ptr, word, keep, units, E, SMALL)\n"
 ROWS = "        for r in range(0, GROUP, ROWS):\n"
-MUTANTS = {   # edits of the kernel's text, the schedule that shows the mistake, and what comes out wrong at least
-    "sums do not wait for factors": ([(WAIT, "")], READ_FACTORS, "total"),
-    "the last group releases without looking": ([(DONE, "group == groups - 1")], RELEASED, "p.grad"),
-    "the first tile says that factors are ready": ([("    " + READY, READY)], READ_SOME_FACTORS, "total"),
+MUTANTS = {   # edits of the kernel's text, the holds that show the mistake, and what comes out wrong at least
+    "sums do not wait for factors": ([(WAIT, "")], [FACTORS], "total"),
+    "the last group releases without looking": ([(DONE, "group == groups - 1")], [RELEASED], "p.grad"),
+    "the first tile says that factors are ready": ([("    " + READY, READY)], [MORE_FACTORS], "total"),
     "arrival before the partial norms": (
-        [(ROWS, f"        last = {ARRIVED}\n{ROWS}"), (f"if {ARRIVED}", "if last")], READ_PARTIALS, "norm",
+        [(ROWS, f"        last = {ARRIVED}\n{ROWS}"), (f"if {ARRIVED}", "if last")], [PARTIALS], "norm",
     ),
     "arrival before the sums": (
-        [(f"if {DONE}", "if last"), (ADD, f"        last = {DONE}\n{ADD}")], RELEASED, "p.grad",
+        [(f"if {DONE}", "if last"), (ADD, f"        last = {DONE}\n{ADD}")], [COUNTED], "p.grad",
     ),
-    "sums are loaded and stored": ([(ADD, ADD.replace("SMALL", "2"))], OVERWRITTEN, "total"),   # 2: FLOAT
+    "sums are loaded and stored": ([(ADD, ADD.replace("SMALL", "2"))], [READ, OVERWRITTEN], "total"),   # 2: FLOAT
 }   # fmt: skip
 
 
@@ -394,11 +411,11 @@ def mutant(edits, tmp_path):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_pass_in_sequence_and_fail_concurrently(name, tmp_path):
-    edits, hold, wrong = MUTANTS[name]
+    edits, holds, wrong = MUTANTS[name]
     kernel = mutant(edits, tmp_path)
     launch, expected = launched("two parameters")
     assert differing(run_sequentially(launch, kernel), expected) == []
-    schedule = Schedule(holds=(replace(hold, seconds=TIMEOUT / 2),))   # certain, however slow the machine
+    schedule = Schedule(holds=[replace(hold, seconds=TIMEOUT / 2) for hold in holds])   # however slow the machine
     assert wrong in differing(run_concurrently(launch, kernel, schedule), expected)
 
 
