@@ -141,8 +141,7 @@ class _Batch:
         if len(sets) == 1 and len(plan.bounds) == 1 and plan.small:
             (dtype, aligned), _ = next(iter(sets.items()))
             chosen = tuning.config_for(layout.size, dtype.itemsize, device)
-            tickets = 2 * -(-grads[0].shape[0] // max(chosen.group, 1)) * (layout.padded // max(chosen.columns, 1) + 1)
-            if aligned and dtype != torch.float64 and chosen.design == "B" and tickets < LIMIT:
+            if aligned and dtype != torch.float64 and chosen.design == "B" and _tickets(grads, chosen, layout) < LIMIT:
                 config = chosen
         return _Batch(grads[0].shape[0], device, rows, sets, config)
 
@@ -278,6 +277,11 @@ def _segment_ranges(plan: StepPlan, sets: Sequence[Tiles]) -> tuple[list[int], i
             ranges[2 * s], ranges[2 * s + 1] = at + first, at + last
         at += tiles.count
     return ranges, count
+
+
+def _tickets(grads: Sequence[torch.Tensor], config: tuning.Config, layout: Layout) -> int:
+    """Of design B: 2 groups tiles. A tile belongs to one parameter, so a small one has a tile to itself."""
+    return 2 * -(-grads[0].shape[0] // config.group) * sum(-(-size // config.columns) for size in layout.sizes)
 
 
 def _grouped(dtypes: Sequence[torch.dtype], layout: Layout) -> dict[torch.dtype, tuple[int, ...]]:

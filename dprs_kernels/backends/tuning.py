@@ -5,7 +5,9 @@ Design B, one launch and one pass: a group's second touch must come while it is 
 
     bytes between the two touches = ((2 lag + 1) group es + 8) D        rows of 2 lag + 1 groups, int64 sums
     past the L2 this is a cliff (1.0 -> 1.9 passes), so the group comes from the window, and B is not used at all
-    if it would be smaller than 2: adding 8-byte sums for a single row of 4-byte values costs what a pass does.
+    if it would be smaller than 2: an 8-byte atomic for every 4-byte value would cost what a pass does.
+
+What no machine without a GPU can tell is the rate of those atomics. benchmarks/bench_gpu.py races A against B.
 """
 
 from __future__ import annotations

@@ -110,10 +110,11 @@ def _one_pass_kernel(
             if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel") == groups - 1:
                 tl.debug_barrier()
                 AT_ONCE: tl.constexpr = C * L * E // 8 if C * L * E < 2048 else 256   # blocks: one a thread
+                # Unrolled: a loop would keep every constant of the transform in a register.
                 for part in tl.static_range(C * L * E // 8 // AT_ONCE):
-                    tl.debug_barrier()   # one part's registers at a time; a loop would keep every constant in one
-                    release_tile(
-                        tl.load(out_ptr + param), column + part * (AT_ONCE // 4), columns - part * (AT_ONCE * 8),
-                        word + part * (AT_ONCE // 4), total_ptr, bits_ptr, release_ptr, stream_ptr,
-                        OUT, AT_ONCE, SMALL, HAS_KEEP, True,
-                    )   # fmt: skip
+                    if columns > part * (AT_ONCE * 8):
+                        release_tile(
+                            tl.load(out_ptr + param), column + part * (AT_ONCE // 4), columns - part * (AT_ONCE * 8),
+                            word + part * (AT_ONCE // 4), total_ptr, bits_ptr, release_ptr, stream_ptr,
+                            OUT, AT_ONCE, SMALL, HAS_KEEP, True,
+                        )   # fmt: skip

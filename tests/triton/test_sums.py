@@ -146,9 +146,12 @@ def test_thousands_of_tiles_are_added_in_float64():
 
 
 def test_grids_beyond_int32_fall_back_to_two_passes():
-    """The ticket counter is an int32; no allocation is needed to see that the launcher minds."""
-    plan = Setting().plan(Layout.of([(2**21,)]))
-    grads = [torch.zeros(1, 2**21).expand(2**21, 2**21)]
-    with tuning.override(tuning.Config("B", columns=512, warps=4, group=2, lag=1)):
-        assert triton._Batch.of(grads, plan).one_pass is None
-        assert triton._Batch.of([grads[0][:100]], plan).one_pass is not None
+    """The ticket counter is an int32; no allocation is needed to see that the launcher minds. Every parameter has a
+    tile to itself, however small."""
+    for shapes, samples in (([(2**21,)], 2**21), ([(4,)] * 1100, 2**21)):
+        layout = Layout.of(shapes)
+        plan = Setting().plan(layout)
+        grads = [torch.zeros(1, size).expand(samples, size) for size in layout.sizes]
+        with tuning.override(tuning.Config("B", columns=512, warps=4, group=2, lag=1)):
+            assert triton._Batch.of(grads, plan).one_pass is None
+            assert triton._Batch.of([grad[:100] for grad in grads], plan).one_pass is not None
