@@ -81,7 +81,8 @@ def test_without_the_library_auto_falls_back_with_one_warning(no_library):
 
 
 def test_without_the_library_cpu_raises_and_says_how_to_build(no_library):
-    with pytest.raises(ValueError, match=r"'cpu' cannot run on cpu, where .* is not built.*pip install.*Available here: ref"):
+    message = r"'cpu' cannot run on cpu, where .* is not built.*pip install.*Available here: ref"
+    with pytest.raises(ValueError, match=message):
         fused_rs_dp_step([torch.zeros(3)], noise=NoiseSource(), grad_samples=[torch.ones(2, 3)], backend="cpu",
                          **vars(Setting()))   # fmt: skip
 
