@@ -58,7 +58,7 @@ def _demo(**options: object) -> None:
 
 
 def _kernels(target: str | None) -> None:
-    from dprs_kernels.backends.launches import shipped
+    from dprs_kernels.backends.shipped import shipped
     from dprs_kernels.compiled import TARGETS, table
 
     launches = shipped()

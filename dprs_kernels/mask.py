@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprs_kernels import backends, native, reference
+from dprs_kernels import native, reference
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.schedule import checked_rate
 
@@ -149,6 +149,9 @@ class KeepMask:
         if self._bits.device == device:
             return self._bits
         if device not in self._copies:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"keep: bring the mask to {device} before capturing a CUDA graph: draw it from the "
+                                   "parameters there, or take one ordinary step with it")   # fmt: skip
             self._copies[device] = self._bits.to(device)
         return self._copies[device]
 
@@ -194,6 +197,8 @@ class KeepMask:
 
 
 def _draw(layout: Layout, dropped: int, key: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
+    from dprs_kernels import backends  # a room above; only a GPU's parameters lead there
+
     if device.type != "cpu" and not backends.unavailable("triton", device):
         from dprs_kernels.backends import triton_mask
 

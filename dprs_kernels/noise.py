@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 MAX_STEPS = 2**64
+GRAPH_CLAIMS = 256   # captured steps of one source; each has 2^48 replays
 _sources: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
 _next_handle = 0
-_captured: list[torch.Tensor] = []
+_captured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 class Stream(NamedTuple):
@@ -65,7 +66,10 @@ class NoiseSource:
         self._step = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._graph_states: dict[torch.device, torch.Tensor] = {}   # int64 [5]: a key of its own, next step
+        # What captured graphs draw from: a key of its own, and counters on the device.
+        self._graph_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graph_claims = 0
+        self._retired_states: list[tuple[torch.Tensor, torch.Tensor]] = []
         # A compiled graph cannot hold this object; it holds the handle, and the ticket it appears to write,
         # so that no two calls are merged and none is removed (ops.py).
         self._handle, _next_handle = _next_handle, _next_handle + 1
@@ -111,29 +115,37 @@ class NoiseSource:
     def captured_steps(self) -> int:
         """Steps that replays of captured CUDA graphs have claimed; waits for the device. `step` does not count
         them, so accounting must."""
-        return sum(int(state[4]) for state in self._graph_states.values())
+        return sum(int(counters.sum()) for _, counters in [*self._graph_states.values(), *self._retired_states])
 
-    def _graph_state(self, device: torch.device) -> torch.Tensor:
-        """Made by the first eager step on a device, since a capture cannot bring a key there."""
+    def _graph_state(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(key, int64 [4]; counters, int64 [GRAPH_CLAIMS]). Made by the first eager step on a device, since a capture
+        cannot bring a key there."""
         if device not in self._graph_states:
             key = os.urandom(32) if self._seed is None else hashlib.sha256(b"graph" + self._key).digest()
-            words = torch.frombuffer(bytearray(key + bytes(8)), dtype=torch.int64)
-            self._graph_states[device] = words.to(device)
+            words = torch.frombuffer(bytearray(key), dtype=torch.int64)
+            counters = torch.zeros(GRAPH_CLAIMS, dtype=torch.int64, device=device)
+            self._graph_states[device] = words.to(device, copy=True), counters
+            words.zero_()
         return self._graph_states[device]
 
     def _claim_captured(self, device: torch.device) -> Stream:
         """Under capture Python runs once and the graph many times: the counter lives on the device, and the graph
         itself takes a step and advances it, before the kernel that makes the words. The key is one that eager
-        steps never use."""
+        steps never use; each captured claim has a counter and a range of 2^48 steps of its own, so that graphs that
+        run at the same time never meet."""
         if device not in self._graph_states:
             raise RuntimeError(
                 f"noise: take one ordinary step on {device} before capturing a CUDA graph; it puts a key there"
             )
-        state = self._graph_states[device]
-        _captured.append(state)   # a graph outlives this object: its memory must not be given away
-        words = state.clone()
-        state[4] += 1
-        return Stream(words, -1)
+        key, counters = self._graph_states[device]
+        with self._lock:
+            slot, self._graph_claims = self._graph_claims, self._graph_claims + 1
+        if slot >= GRAPH_CLAIMS:
+            raise RuntimeError(f"noise: {GRAPH_CLAIMS} steps of this NoiseSource are captured already; make a new one")
+        _captured.append((key, counters))   # a graph outlives this object: its memory must not be given away
+        step = counters[slot : slot + 1] + (slot << 48)
+        counters[slot] += 1
+        return Stream(torch.cat([key, step]), -1)
 
     def state_dict(self) -> dict[str, Any]:
         """Public position: never the key, never the seed."""
@@ -151,7 +163,9 @@ class NoiseSource:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEPS:
             raise ValueError(f"state: step is {step!r}; expected an integer in [0, 2^64]")
         if self.private:
+            retired = [*self._retired_states, *self._graph_states.values()]   # graphs made before go on drawing
             self._start(os.urandom(32), seed=None)
+            self._retired_states = retired
         self._step = step
 
     def __reduce__(self) -> tuple[Any, ...]:

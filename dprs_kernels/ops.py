@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource, source_of
 
@@ -22,6 +23,7 @@ def _step_op(
     outs: Sequence[torch.Tensor],
     grad_samples: Sequence[torch.Tensor],
     keep_bits: torch.Tensor | None,
+    keep_count: int,
     ticket: torch.Tensor,
     handle: int,
     max_grad_norm: Sequence[float],
@@ -33,7 +35,9 @@ def _step_op(
 ) -> None:
     from dprs_kernels.step import PrivateSum  # step imports this module, too
 
-    keep = None if keep_bits is None else KeepMask.from_bits(outs, keep_bits)
+    keep = None
+    if keep_bits is not None:   # bits that a KeepMask held: nothing to check, and no way back from the device
+        keep = KeepMask(Layout.of(outs), keep_bits, count=keep_count, drop_rate=0.0)
     total = PrivateSum(
         outs, keep=keep, max_grad_norm=max_grad_norm[0] if len(max_grad_norm) == 1 else list(max_grad_norm),
         noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, noise=source_of(handle),
@@ -73,7 +77,8 @@ def traced_step(
     bounds: list[Any] = list(max_grad_norm) if isinstance(max_grad_norm, (list, tuple)) else [max_grad_norm]
     outs = [torch.empty(param.shape, dtype=param.dtype, device=param.device) for param in tensors]
     torch.ops.dprs_kernels.fused_rs_dp_step(
-        outs, grads, None if keep is None else keep.bits, noise._ticket, noise._handle,
+        outs, grads, None if keep is None else keep.bits, 0 if keep is None else keep.count, noise._ticket,
+        noise._handle,
         [float(c) for c in bounds], float(noise_multiplier), float(expected_batch_size),
         loss_reduction, clipping, backend,
     )   # fmt: skip

@@ -45,7 +45,8 @@ class PrivateSum:
     """A private sum over a logical batch that comes in micro-batches: `add` each, then `release` once.
 
     keep, max_grad_norm, noise_multiplier and the parameters are fixed for its life; the result does not depend on
-    how the batch was split (bit for bit, on every backend). Memory: one 8-byte accumulator per coordinate.
+    how the batch was split (bit for bit, where there is noise and a bound; on Triton, where all micro-batches are laid
+    out alike). Memory: one 8-byte accumulator per coordinate.
 
     >>> model = torch.nn.Linear(3, 1)
     >>> total = PrivateSum(model.parameters(), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4,
@@ -100,6 +101,7 @@ class PrivateSum:
         self._backend = backends.resolve(backend, self.params[0].device, self.names[0])
         self._used = inputs.UsedOnce()
         self._total: torch.Tensor | None = None
+        self._captured = False
         self._released = False
         self._frozen = True
 
@@ -158,6 +160,7 @@ class PrivateSum:
 
     def _sum(self) -> torch.Tensor:
         if self._total is None:
+            self.__dict__["_captured"] = _capturing(self.params[0].device)
             self.__dict__["_total"] = torch.zeros(
                 self.plan.layout.padded, dtype=reference.total_dtype(self.plan), device=self.params[0].device
             )
@@ -173,6 +176,11 @@ class PrivateSum:
     def _check_open(self, verb: str) -> None:
         if self._released:
             raise ValueError(f"{verb}: this PrivateSum was released; noise is added once, make a new one per step")
+        if self._total is not None and self._captured != _capturing(self._total.device):
+            raise ValueError(
+                f"{verb}: part of this PrivateSum was captured in a CUDA graph and part was not; a replay would "
+                "release what is left of the other part: capture the whole step, or none of it"
+            )
         if self.keep is not None and not self.keep.unchanged():
             raise ValueError(f"{verb}: keep.bits was written to; the mask is fixed for the life of a PrivateSum")
 
@@ -180,6 +188,10 @@ class PrivateSum:
         if self._frozen:
             raise ValueError(f"{name}: fixed for the life of a PrivateSum; make a new one")
         super().__setattr__(name, value)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _gradient_of(param: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step
-from dprs_kernels.backends import launches, triton, tuning
+from dprs_kernels.backends import triton, tuning
 from dprs_kernels.backends.tuning import A100, H100, L2_SHARE, Config, Device, choose, window
 from tests.oracle import Setting
 
@@ -42,14 +42,6 @@ def test_a_window_always_fits_and_programs_have_work(device, element_size):
             resident = device.processors * tuning.RESIDENT_THREADS // (32 * config.warps)
             assert config.lag * -(-size // config.columns) >= tuning.IN_FLIGHT * resident
             assert config.columns * element_size >= 32 * config.warps * tuning.VECTOR   # a vector a thread
-
-
-def test_what_is_launched_is_a_power_of_two_and_at_most_1024_values_are_added_in_fp32():
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        constants = launches.norms(dtype, True, True).constants
-        lanes = min(32, 1024 // (constants["CHUNKS"] * constants["E"]))
-        assert constants["CHUNKS"] * constants["E"] * lanes <= 1024
-        assert constants["CHUNKS"] * constants["L"] * constants["E"] == tuning.NORM_COLUMNS
 
 
 def test_the_override_is_scoped():

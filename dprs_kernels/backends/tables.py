@@ -1,8 +1,8 @@
 """The tables that the Triton kernels read: where rows and outputs lie, which tile belongs to which parameter, and
-the public numbers of a step. Formats: kernels/vectors.py, norms.py, noise.py, rng.py.
+the public numbers of a step. Formats: kernels/vectors.py, norms.py, noise.py.
 
 Tile tables depend on shapes only and stay on the device. The others change with every step and travel in one
-small copy. Nothing goes as a kernel argument that a captured CUDA graph would freeze and that must change.
+small copy.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ def tiles_of(layout: Layout, params: tuple[int, ...], columns: int, device: torc
 
 
 @lru_cache(maxsize=64)
-def segments_of(plan: StepPlan, device: torch.device) -> torch.Tensor:
-    """int32 [params]."""
-    return _resident_ints(plan.segment_of, device).to(torch.int32)
+def segments_of(segment_of: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [params]."""
+    return _resident_ints(segment_of, device)
+
+
+@lru_cache(maxsize=8)
+def device_key(key: bytes, device: torch.device) -> torch.Tensor:
+    """int64 [4]: brought to the device once a key, so that steps send nothing secret and wait for nothing."""
+    return _resident_ints(np.frombuffer(key, dtype="<i8").tolist(), device)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Rows:
 
 
 def rows_of(grad: torch.Tensor) -> Rows:
-    """Where a sample's values lie in row-major order they stay where they are; else a copy is made."""
+    """Where a sample's values lie in row-major order they stay where they are; else (a transposed gradient) they are
+    copied: 128-bit loads are worth more than the copy costs."""
     samples, size = grad.shape[0], math.prod(grad.shape[1:])
     flat = grad.reshape(samples, size)   # a view wherever a view is possible
     if samples and size > 1 and flat.stride(1) != 1:
@@ -93,9 +100,9 @@ def release_words(plan: StepPlan) -> list[int]:
     return float_bits([unit / grid, plan.noise_std / grid, grid / plan.expected_batch_size])
 
 
-def stream_words(key: bytes, step: int) -> list[int]:
-    """int64 [5]: the key, then the step, as kernels/rng.py reads them."""
-    return [*np.frombuffer(key, dtype="<i8").tolist(), step - (step >> 63 << 64)]
+def step_word(step: int) -> int:
+    """The step's 64 bits as an int64."""
+    return step - (step >> 63 << 64)
 
 
 def float_bits(values: Sequence[float]) -> list[int]:
@@ -115,10 +122,23 @@ def upload(device: torch.device, *sections: Sequence[int]) -> list[torch.Tensor]
 
 
 def _resident_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
-    """For tables that stay: not from inside a capture, whose memory is filled only when the graph runs."""
+    """For tables that stay, for every stream: not from inside a capture, whose memory is filled only when the graph
+    runs, and with a copy that is complete when it returns."""
     if _capturing(device):
         raise RuntimeError(f"take one ordinary step of the same shapes on {device} before capturing a CUDA graph")
-    return upload_ints(words, device)
+    host = torch.tensor(words, dtype=torch.int64)
+    table = host.to(device, copy=True)
+    host.zero_()   # it may have held a key
+    return table
+
+
+_held_by_graphs: list[torch.Tensor] = []
+
+
+def hold(device: torch.device, *tensors: torch.Tensor) -> None:
+    """A captured graph keeps addresses, not tensors: what it will read again must stay, masks and tables too."""
+    if _capturing(device):
+        _held_by_graphs.extend(tensors)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -134,8 +154,5 @@ def upload_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
             table[i].fill_(word)
         return table
     host = torch.tensor(words, dtype=torch.int64)
-    if device.type == "cpu":
-        return host
-    table = host.to(device)
-    host.zero_()   # it may have held a key
-    return table
+    # Pinned, so that the host does not wait for the backward pass that is still running. Nothing in it is secret.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

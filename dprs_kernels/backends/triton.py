@@ -7,9 +7,10 @@ Contributions are integers: given the factors, sums are the same bits for every 
 those of the reference and the CPU. Factors come from norms, whose last bits depend on the width of a tile: where
 nothing is clipped all agree bit for bit, elsewhere A and B are within 2^-21 of each other, each always the same.
 
-Under CUDA-graph capture nothing that must change is frozen: noise key and step are read from device memory, where
-the step advances on the device at each replay (NoiseSource.claim); counters are zeroed inside the graph; no kernel
-argument depends on the data and nothing waits for the host.
+Under CUDA-graph capture: noise key and step are read from device memory, where the step advances on the device at each
+replay (NoiseSource.claim); sums and counters are zeroed inside the graph; no kernel argument depends on the data,
+nothing waits for the host, and what a graph reads again is kept alive (tables.hold). Frozen in a graph are what is
+public and fixed for its life: addresses, N, the mask, C, sigma, B. A new mask needs a new capture.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def accumulate_(
     total: torch.Tensor, grads: Sequence[torch.Tensor], bits: torch.Tensor | None, plan: StepPlan
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
-    with _on(total.device):
+    with on(total.device):
         return _accumulate(total, _Batch.of(grads, plan), bits, plan)
 
 
@@ -83,13 +84,14 @@ def release(
 ) -> None:
     """Same verb as reference.release; outs are contiguous. key: or the device words of a captured stream."""
     kernels, device = _triton()[0], total.device
-    with _on(device):
+    with on(device):
         target = _Target.of(outs, plan, key, step, device)
         for dtype, params in _grouped([out.dtype for out in outs], plan.layout).items():
-            launch = launches.release(dtype, _mode(plan), bits is not None, plan.grid != 0)
-            tiles = tables.tiles_of(plan.layout, params, launch.columns, device)
+            launch = launches.release(dtype, bits is not None, plan.grid != 0)
+            tiles, keep = tables.tiles_of(plan.layout, params, launch.columns, device), _pointer(bits, total)
+            tables.hold(device, tiles.table, keep)
             kernels.noise._release_tile_kernel[(tiles.count,)](
-                target.outs, total, tiles.table, _pointer(bits, total), target.numbers, target.stream, **launch.options
+                target.outs, total, tiles.table, keep, target.numbers, target.key, target.step, **launch.options
             )
 
 
@@ -103,7 +105,7 @@ def step_(
     step: int,
 ) -> torch.Tensor:
     """accumulate_ and release of a logical batch that is one micro-batch: one launch where design B serves."""
-    with _on(total.device):
+    with on(total.device):
         batch = _Batch.of(grads, plan)
         if batch.one_pass is None or batch.samples == 0 or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
             norms = _accumulate(total, batch, bits, plan)
@@ -152,7 +154,8 @@ class _Target:
 
     outs: torch.Tensor      # int64 [P]
     numbers: torch.Tensor   # float64 [3]
-    stream: torch.Tensor    # int64 [5]
+    key: torch.Tensor       # int64 [4]
+    step: torch.Tensor      # int64 [1]
     dtype: torch.dtype      # of the first output
 
     @staticmethod
@@ -160,11 +163,10 @@ class _Target:
         outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes | torch.Tensor, step: int, device: torch.device
     ) -> _Target:
         addresses = [out.data_ptr() for out in outs]
-        secret = [] if isinstance(key, torch.Tensor) else tables.stream_words(key, step)
-        where, numbers, stream = tables.upload(device, addresses, tables.release_words(plan), secret)
-        if isinstance(key, torch.Tensor):
-            stream = key
-        return _Target(where, numbers.view(torch.float64), stream, outs[0].dtype)
+        given = [] if isinstance(key, torch.Tensor) else [tables.step_word(step)]
+        where, numbers, at = tables.upload(device, addresses, tables.release_words(plan), given)
+        secret, at = (key[:4], key[4:]) if isinstance(key, torch.Tensor) else (tables.device_key(key, device), at)
+        return _Target(where, numbers.view(torch.float64), secret, at, outs[0].dtype)
 
 
 def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
@@ -182,7 +184,9 @@ def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, pla
     row_table, clip, range_table = tables.upload(
         device, tables.row_words(batch.rows), tables.clip_words(plan, samples), ranges
     )
-    clip, segment_of, keep = clip.view(torch.float64), tables.segments_of(plan, device), _pointer(bits, total)
+    clip, keep = clip.view(torch.float64), _pointer(bits, total)
+    segment_of = tables.segments_of(plan.segment_of, device)
+    tables.hold(device, segment_of, keep, *(tiles.table for _, tiles in sets))
     partials, at = torch.empty(count, samples, dtype=torch.float64, device=device), 0
     for launch, tiles in sets:
         kernels.norms._norms_tile_kernel[(tiles.count * -(-samples // tuning.NORM_ROWS),)](
@@ -201,6 +205,7 @@ def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, pla
     for (dtype, aligned), params in batch.sets.items():
         launch = launches.sums(dtype, mode, has_keep, aligned)
         tiles = tables.tiles_of(plan.layout, params, launch.columns, device)
+        tables.hold(device, tiles.table)
         # Floats are added in one fixed order: no splits.
         split = 1 if mode == launches.FLOAT else tuning.splits(tiles.count, blocks, tuning.facts(device))
         kernels.sums._sums_tile_kernel[(tiles.count, split)](
@@ -229,11 +234,13 @@ def _one_pass(
     partials = torch.empty(tiles.count, samples, dtype=torch.float64, device=device)
     factors = torch.empty(groups * config.group, dtype=torch.float32, device=device)
     sync = torch.zeros(1 + 2 * groups + tiles.count, dtype=torch.int32, device=device)
-    # Without a release the last three pointers are never followed.
-    outs, numbers, stream = (total,) * 3 if target is None else (target.outs, target.numbers, target.stream)
+    keep = _pointer(bits, total)
+    tables.hold(device, tiles.table, keep)
+    # Without a release these four pointers are never followed.
+    release = (total,) * 4 if target is None else (target.outs, target.numbers, target.key, target.step)
     kernels.one_pass._one_pass_kernel[(2 * groups * tiles.count,)](
-        total, norms, factors, partials, sync, tiles.table, row_table, _pointer(bits, total), clip.view(torch.float64),
-        outs, numbers, stream, samples, groups, min(config.lag, groups), TILES=tiles.count, **launch.options,
+        total, norms, factors, partials, sync, tiles.table, row_table, keep, clip.view(torch.float64), *release,
+        samples, groups, min(config.lag, groups), TILES=tiles.count, **launch.options,
     )   # fmt: skip
     return norms.T
 
@@ -256,7 +263,7 @@ def _staged(rows: list[Rows], layout: Layout) -> list[Rows]:
         words = [w for p, column in zip(mine, part.starts, strict=True)
                  for w in (rows[p].held.data_ptr(), rows[p].stride, layout.sizes[p], column)]   # fmt: skip
         held = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        kernels.stage._stage_rows_kernel[(len(mine), -(-samples // 8))](
+        kernels.stage._stage_rows_kernel[(len(mine) * -(-samples // 8),)](
             scratch.view(held), tables.upload_ints(words, device), samples, part.padded,
             ROWS=8, COLUMNS=WORD, HELD=launches.tl(held), num_warps=4, enable_fp_fusion=False,
         )   # fmt: skip
@@ -302,5 +309,6 @@ def _pointer(bits: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tens
     return placeholder.view(torch.int32) if bits is None else bits
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the current device, so make it this one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dprs_kernels.backends.triton_mask import on
+from dprs_kernels.backends.triton import on, unavailable
 from dprs_kernels.kernels.linear import (
     _linear_finish_kernel,
     _linear_positions_kernel,
@@ -133,6 +133,8 @@ def _check(activations: torch.Tensor, errors: torch.Tensor, dims: int) -> None:
             raise ValueError(f"{name}: got {values.dtype}; expected float32, bfloat16 or float16")
     if errors.device != activations.device:
         raise ValueError(f"errors: on {errors.device}, activations on {activations.device}; expected one device")
+    if why := unavailable(activations.device):
+        raise ValueError(f"activations: the triton backend cannot run on {activations.device}: {why}")
 
 
 def _weight_bits(

@@ -93,9 +93,9 @@ def box_muller(w, v):
 
 
 @triton.jit
-def normals_of_blocks(stream_ptr, block):
+def normals_of_blocks(key_ptr, step_ptr, block):
     """z of 8 coordinates per block: float64 [B, 8]."""
-    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = chacha20(stream_ptr, block)
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = chacha20(key_ptr, step_ptr, block)
     # Lanes 0..3 as [B, 2, 2]: joining (0, 2) with (1, 3) puts the low bit of the lane last.
     w = tl.join(tl.join(_word(x0, x1), _word(x8, x9)), tl.join(_word(x4, x5), _word(x12, x13)))
     v = tl.join(tl.join(_word(x2, x3), _word(x10, x11)), tl.join(_word(x6, x7), _word(x14, x15)))
@@ -105,8 +105,8 @@ def normals_of_blocks(stream_ptr, block):
 
 @triton.jit
 def release_tile(
-    out_address, column, columns, word, total_ptr, bits_ptr, release_ptr, stream_ptr,
-    OUT: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NOISE: tl.constexpr,
+    out_address, column, columns, word, total_ptr, bits_ptr, release_ptr, key_ptr, step_ptr,
+    OUT: tl.constexpr, BLOCKS: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NOISE: tl.constexpr,
 ):   # fmt: skip
     """Writes out at the tile's columns: BLOCKS ChaCha20 blocks of 8 coordinates."""
     b = tl.arange(0, BLOCKS)
@@ -116,7 +116,7 @@ def release_tile(
     total = tl.load(total_ptr + word * 32 + offset, mask=inb, other=0)
     s = total.to(tl.float64) * per_grid
     if HAS_NOISE:
-        z = normals_of_blocks(stream_ptr, word * 4 + b) * noise_scale     # |z| < 2^25: adding 1.5 2^52 rounds it
+        z = normals_of_blocks(key_ptr, step_ptr, word * 4 + b) * noise_scale     # |z| < 2^25: adding 1.5 2^52 rounds it
         s = rint(s) + ((z + 6755399441055744.0) - 6755399441055744.0)
     s = tl.fma(s, divisor + tl.zeros_like(s), tl.zeros_like(s))           # + 0.0: no -0
     if HAS_KEEP:
@@ -135,14 +135,14 @@ def release_tile(
 
 @triton.jit
 def _release_tile_kernel(
-    out_ptr, total_ptr, tile_ptr, bits_ptr, release_ptr, stream_ptr,
-    OUT: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NOISE: tl.constexpr,
+    out_ptr, total_ptr, tile_ptr, bits_ptr, release_ptr, key_ptr, step_ptr,
+    OUT: tl.constexpr, BLOCKS: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NOISE: tl.constexpr,
 ):   # fmt: skip
     """One tile of out. out_ptr, int64 [params]: addresses of contiguous outputs. grid (tiles,)"""
     param, column, columns, word = tile_fields(tile_ptr, tl.program_id(0))
     release_tile(
-        tl.load(out_ptr + param), column, columns, word, total_ptr, bits_ptr, release_ptr, stream_ptr,
-        OUT, BLOCKS, MODE, HAS_KEEP, HAS_NOISE,
+        tl.load(out_ptr + param), column, columns, word, total_ptr, bits_ptr, release_ptr, key_ptr, step_ptr,
+        OUT, BLOCKS, HAS_KEEP, HAS_NOISE,
     )   # fmt: skip
 
 

@@ -59,7 +59,7 @@ def group_factors(
 @triton.jit(do_not_specialize=["samples", "groups", "lag"])
 def _one_pass_kernel(
     total_ptr, norm_ptr, factor_ptr, partial_ptr, sync_ptr, tile_ptr, row_ptr, bits_ptr, clip_ptr,
-    out_ptr, release_ptr, stream_ptr, samples, groups, lag,
+    out_ptr, release_ptr, key_ptr, step_ptr, samples, groups, lag,
     DTYPE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
     HAS_KEEP: tl.constexpr, RELEASE: tl.constexpr, OUT: tl.constexpr,
 ):   # fmt: skip
@@ -115,6 +115,6 @@ def _one_pass_kernel(
                     if columns > part * (AT_ONCE * 8):
                         release_tile(
                             tl.load(out_ptr + param), column + part * (AT_ONCE // 4), columns - part * (AT_ONCE * 8),
-                            word + part * (AT_ONCE // 4), total_ptr, bits_ptr, release_ptr, stream_ptr,
-                            OUT, AT_ONCE, SMALL, HAS_KEEP, True,
+                            word + part * (AT_ONCE // 4), total_ptr, bits_ptr, release_ptr, key_ptr, step_ptr,
+                            OUT, AT_ONCE, HAS_KEEP, True,
                         )   # fmt: skip

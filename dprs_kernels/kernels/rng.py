@@ -3,7 +3,7 @@
 Key and step come from device memory, never as arguments: Triton specialises integers by value, and a captured
 CUDA graph would replay them, which is the same noise twice.
 
-stream, int64 [5]:  key words 0-1, 2-3, 4-5, 6-7 (low half first), step
+key, int64 [4]:  words 0-1, 2-3, 4-5, 6-7, low half first;  step, int64 [1]
 """
 
 import triton
@@ -40,14 +40,14 @@ def _constant(zero, VALUE: tl.constexpr):
 
 
 @triton.jit
-def chacha20(stream_ptr, block):
+def chacha20(key_ptr, step_ptr, block):
     """The 16 words of each block [B] (int64), uint32 [B] each."""
     zero = (block * 0).to(tl.uint32)
-    k0, k1 = _halves(tl.load(stream_ptr))
-    k2, k3 = _halves(tl.load(stream_ptr + 1))
-    k4, k5 = _halves(tl.load(stream_ptr + 2))
-    k6, k7 = _halves(tl.load(stream_ptr + 3))
-    s0, s1 = _halves(tl.load(stream_ptr + 4))
+    k0, k1 = _halves(tl.load(key_ptr))
+    k2, k3 = _halves(tl.load(key_ptr + 1))
+    k4, k5 = _halves(tl.load(key_ptr + 2))
+    k6, k7 = _halves(tl.load(key_ptr + 3))
+    s0, s1 = _halves(tl.load(step_ptr))
     b0, b1 = _halves(block)
     # "expand 32-byte k", key, 64-bit block counter, 64-bit nonce = the step
     c0, c1 = _constant(zero, 0x61707865), _constant(zero, 0x3320646E)
@@ -72,11 +72,11 @@ def chacha20(stream_ptr, block):
 
 
 @triton.jit
-def _words_kernel(word_ptr, stream_ptr, first_ptr, blocks, BLOCK_B: tl.constexpr):
+def _words_kernel(word_ptr, key_ptr, step_ptr, first_ptr, blocks, BLOCK_B: tl.constexpr):
     """uint32 [blocks, 16] of consecutive blocks from the int64 at first_ptr: for known-answer tests."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = chacha20(
-        stream_ptr, tl.load(first_ptr) + b
+        key_ptr, step_ptr, tl.load(first_ptr) + b
     )
     at = word_ptr + b.to(tl.int64) * 16
     inb = b < blocks

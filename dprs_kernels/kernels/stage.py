@@ -14,10 +14,11 @@ import triton.language as tl
 def _stage_rows_kernel(
     scratch_ptr, stage_ptr, samples, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HELD: tl.constexpr
 ):
-    """scratch[row, column + j] = g[row, j], 0 in the padding up to a multiple of 32. grid (params, row blocks)"""
-    at = stage_ptr + tl.program_id(0) * 4
+    """scratch[row, column + j] = g[row, j], 0 in the padding up to a multiple of 32. grid (params * row blocks,)"""
+    blocks = tl.cdiv(samples, ROWS)
+    at = stage_ptr + tl.program_id(0) // blocks * 4
     address, stride, size, column = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     source = address.to(tl.pointer_type(HELD), bitcast=True) + rows.to(tl.int64)[:, None] * stride
     target = scratch_ptr + rows.to(tl.int64)[:, None] * width + column
     inb = (rows < samples)[:, None]

@@ -118,9 +118,9 @@ def _arguments(names, args, kwargs):
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     unused = set() if bound.get("HAS_KEEP", True) else {"bits_ptr"}
     if not bound.get("RELEASE", True):
-        unused |= {"out_ptr", "release_ptr", "stream_ptr"}
+        unused |= {"out_ptr", "release_ptr", "key_ptr", "step_ptr"}
     if not bound.get("HAS_NOISE", True):
-        unused |= {"stream_ptr"}
+        unused |= {"key_ptr", "step_ptr"}
     return [
         Range(name.removesuffix("_ptr"), arg.data_ptr(), arg.data_ptr() + arg.numel() * arg.element_size(),
               str(_element_type(arg)))

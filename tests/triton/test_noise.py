@@ -19,10 +19,11 @@ RFC_KEY = bytes(range(32))
 
 def words(key, step, first, blocks):
     """uint32 [blocks, 16] from the kernel."""
-    stream = tables.upload_ints(tables.stream_words(key, step), DEVICE)
+    at = tables.upload_ints([tables.step_word(step)], DEVICE)
     start = tables.upload_ints([first - (first >> 63 << 64)], DEVICE)
     out = torch.zeros(blocks, 16, dtype=torch.int32, device=DEVICE)
-    rng._words_kernel[(-(-blocks // 64),)](out, stream, start, blocks, BLOCK_B=64, num_warps=4)
+    secret = tables.device_key(key, DEVICE)
+    rng._words_kernel[(-(-blocks // 64),)](out, secret, at, start, blocks, BLOCK_B=64, num_warps=4)
     return out.cpu().numpy().view(np.uint32)
 
 
@@ -75,7 +76,7 @@ def test_grid_values_equal_the_reference(monkeypatch):
     """R4: equal on at least 1 - 2^-20 of coordinates; here on all of 2^18. One tile of 2^16, for the interpreter's
     sake: a coordinate's noise does not depend on the tile."""
     size = 2**18
-    wide = launches.Launch({**launches.release(torch.float64, 0, False, True).constants, "BLOCKS": 8192}, 8, 8 * 8192)
+    wide = launches.Launch({**launches.release(torch.float64, False, True).constants, "BLOCKS": 8192}, 8, 8 * 8192)
     monkeypatch.setattr(launches, "release", lambda *_: wide)
     plan = Setting(expected_batch_size=1).plan(Layout.of([(size,)]))
     for seed in (0, 1):

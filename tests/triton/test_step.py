@@ -130,31 +130,93 @@ class TestCapture:
     between replays may come from it. A replay is what the captured tensor operations do again."""
 
     @pytest.fixture
-    def source(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        return NoiseSource.seeded_for_tests(0)
+    def capturing(self, monkeypatch):
+        return lambda on: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on)
 
-    def test_a_capture_needs_a_key_on_the_device_first(self, source):
+    @pytest.fixture
+    def device(self):
+        return torch.device("cuda:0")   # a name: state and tensors stay on the CPU where there is no GPU
+
+    @pytest.fixture
+    def source(self, device):
+        source = NoiseSource.seeded_for_tests(0)
+        source._graph_states[device] = source._graph_state(DEVICE)
+        return source
+
+    def test_a_capture_needs_a_key_on_the_device_first(self, capturing, device):
+        capturing(True)
         with pytest.raises(RuntimeError, match="take one ordinary step on cuda:0 before capturing"):
-            source.claim(torch.device("cuda:0"))
+            NoiseSource().claim(device)
 
-    def test_every_replay_has_its_own_step_and_key(self, source):
-        device = torch.device("cuda:0")
-        source._graph_states[device] = source._graph_state(torch.device("cpu"))   # no GPU: the state on the CPU
+    def test_every_claim_has_its_own_steps_under_a_key_of_its_own(self, source, capturing, device):
+        capturing(True)
         first, second = source.claim(device), source.claim(device)
         assert first.key[4] == 0
-        assert second.key[4] == 1
-        assert source.step == 0   # Python's counter is not the graph's
-        assert not torch.equal(first.key[:4], torch.tensor(list(memoryview(key_of(0)).cast("q"))))
-        assert source.captured_steps() == 4   # the one tensor stands under two devices here
+        assert second.key[4] == 1 << 48   # graphs that run at the same time never meet
+        assert source.step == 0           # Python's counter is not the graph's
+        assert first.key[:4].tolist() != list(memoryview(key_of(0)).cast("q"))
+        source._graph_states.pop(device)
+        assert source.captured_steps() == 2
+        source._graph_claims = 256
+        source._graph_states[device] = source._graph_state(DEVICE)
+        with pytest.raises(RuntimeError, match="256 steps of this NoiseSource are captured already"):
+            source.claim(device)
+
+    def test_steps_captured_before_a_resume_still_count(self, capturing, device):
+        source = NoiseSource()
+        source._graph_states[device] = source._graph_state(DEVICE)
+        capturing(True)
+        source.claim(device)
+        source._graph_states.pop(DEVICE)
+        source.load_state_dict(source.state_dict())
+        assert source.captured_steps() == 1
+
+    def test_noise_comes_from_the_captured_words(self, source, capturing, device):
         plan = Setting(expected_batch_size=1).plan(backend.Layout.of([(64,)]))
+        total = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+        outs = [torch.zeros(64, device=DEVICE) for _ in range(3)]
+        backend.release(outs[:1], total, None, plan, key_of(0), 0)   # tables are there from an ordinary step
+        capturing(True)
+        streams = [source.claim(device) for _ in range(2)]
+        for out, stream in zip(outs[1:], streams, strict=True):
+            backend.release([out], total, None, plan, stream.key, stream.step)
+        key = streams[0].key[:4].cpu().numpy().tobytes()
+        for out, stream in zip(outs[1:], streams, strict=True):
+            expected = torch.zeros(64)
+            reference.release([expected], total.cpu(), None, plan, key, int(stream.key[4]))
+            assert torch.equal(out.cpu(), expected)
+
+    @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+    def test_half_a_step_is_refused(self, capturing):
+        param = torch.nn.Parameter(torch.zeros(8, device=DEVICE))
+        total = PrivateSum([param], noise=NoiseSource(), backend="triton", **vars(Setting()))
+        total.add([torch.zeros(2, 8, device=DEVICE)])
+        capturing(True)
+        with pytest.raises(ValueError, match="capture the whole step, or none of it"):
+            total.release()
+
+    @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+    def test_a_real_graph(self):
+        """Replays differ from each other, and are the reference's steps 0 and 1 of the graph's key."""
+        param = torch.nn.Parameter(torch.zeros(4096, device=DEVICE))
+        grads, noise = torch.zeros(4, 4096, device=DEVICE), NoiseSource.seeded_for_tests(0)
+
+        def step():
+            fused_rs_dp_step([param], noise=noise, grad_samples=[grads], backend="triton", **vars(Setting()))
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
         outs = []
-        for stream in (first, second):
-            outs.append(torch.zeros(64, device=DEVICE))
-            total = torch.zeros(64, dtype=torch.int64, device=DEVICE)
-            backend.release(outs[-1:], total, None, plan, stream.key.to(DEVICE), stream.step)
-        key = bytes(first.key[:4].numpy().tobytes())
-        expected = torch.zeros(64)
-        reference.release([expected], torch.zeros(64, dtype=torch.int64), None, plan, key, 1)
-        assert torch.equal(outs[1].cpu(), expected)
-        assert not torch.equal(outs[0], outs[1])
+        for _ in range(2):
+            graph.replay()
+            outs.append(param.grad.cpu().clone())
+        assert not torch.equal(*outs)
+        assert noise.captured_steps() == 2
+        key = noise._graph_states[param.device][0].cpu().numpy().tobytes()
+        plan = Setting().plan(backend.Layout.of([(4096,)]))
+        for i, out in enumerate(outs):
+            expected = torch.zeros(4096)
+            reference.release([expected], torch.zeros(4096, dtype=torch.int64), None, plan, key, i)
+            assert torch.equal(out, expected)

@@ -9,6 +9,7 @@ from dprs_kernels.backends import cpu, triton, tuning
 from dprs_kernels.layout import Layout
 from tests.oracle import Setting, random_grads
 from tests.triton.common import DESIGNS, HALVES, A, B, assert_units, design_id, drawn, units
+from tests.triton.conftest import DEVICE
 
 designs = pytest.mark.parametrize("config", DESIGNS, ids=design_id)
 SHAPES = [(1104,), (8,), (3, 3), (1,)]   # (3, 3) and (1,) are odd, and few: staged
@@ -117,32 +118,56 @@ def test_strided_mixed_and_empty_parameters():
             assert_units(grads, drawn([grad.shape[1:] for grad in grads], drop_rate), setting)
 
 
-def test_clipped_norms_stay_under_the_bound():
-    """Rows whose fp32 norms go wrong when added in sequence; sigma = 0 and C' < C, checked in float64."""
-    size = 9001
+def adversarial_rows(size):
+    """Rows whose fp32 norms go wrong when they are added in sequence."""
     j = torch.arange(size, dtype=torch.float64)
-    rows = torch.stack([
+    return torch.stack([
         torch.full((size,), 1.0), torch.cat([torch.tensor([1.0]), torch.full((size - 1,), 2.0**-12)]),
         (1 + 2.0**-12 * (j % 7)).float(), torch.exp(-8 * j / size).float(), torch.where(j % 2 == 0, 1.0, 1e-7).float(),
         torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e18,
         torch.randn(size, generator=torch.Generator().manual_seed(1)) * 1e-17,
     ])   # fmt: skip
-    for bound in (1.0, 3e-5, 1234.5):
-        for row in rows:
-            setting = Setting(max_grad_norm=bound, noise_multiplier=0.0, expected_batch_size=1)
-            total, norms, _ = units([row.unsqueeze(0)], None, setting)
-            assert float(total.norm()) <= bound
+
+
+@pytest.mark.parametrize(("config", "size"), [(A, 9001), (A, 9008), (B, 4112)], ids=["odd rows", "A", "B"])
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_clipped_norms_stay_under_the_bound(config, size, sigma):
+    """The norm of a contribution, in float64, is at most C: exactly without noise, and with it to the rounding of
+    every coordinate to the unit, which plan.sensitivity charges."""
+    for bound in (1.0, 3e-5):
+        for row in adversarial_rows(size):
+            setting = Setting(max_grad_norm=bound, noise_multiplier=sigma, expected_batch_size=1)
+            with tuning.override(config):
+                total, norms, plan = units([row.unsqueeze(0)], None, setting)
+            contribution = float((total.double() * (plan.unit or 1.0)).norm())
+            assert contribution <= bound + math.sqrt(size) * plan.unit / 2
             true = float(row.double().norm())
             assert abs(float(norms[0, 0]) - true) <= 2.0**-21 * true + 2.0**-24 * bound
 
 
-def test_thousands_of_tiles_are_added_in_float64():
-    """R5: 300 tiles of 1 + tiny: an fp32 sum over tiles would lose the tiny."""
-    size = 40_000
-    grads = [torch.full((2, size), 1.0)]
-    with tuning.override(tuning.Config("B", columns=512, warps=4, group=2, lag=1)):
-        _, norms, _ = units(grads, None)
-    assert abs(float(norms[0, 0]) / math.sqrt(size) - 1) <= 2.0**-40
+def test_tiles_are_added_in_float64():
+    """R5: one tile holds 2^-1 and 78 others 2^-31 each (all exact), which an fp32 sum over tiles would lose."""
+    grad = torch.full((2, 79 * 512), 2.0**-20)
+    grad[:, :512] = 2.0**-5
+    with tuning.override(B):
+        _, norms, _ = units([grad], None)
+    assert ((norms[:, 0] ** 2 - (0.5 + 78 * 2.0**-31)).abs() <= 2.0**-45).all()
+
+
+def test_rows_beyond_two_to_the_31(tmp_path):
+    """Distances between samples in int64: a sparse file of 2^33 values, of which two rows are touched."""
+    stride = 2**32 + 16
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(4 * (stride + 1024))
+    flat = torch.from_file(str(tmp_path / "sparse"), shared=True, size=stride + 1024, dtype=torch.float32)
+    rows = torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)) * 0.01
+    flat[:1024], flat[stride:] = rows[0], rows[1]
+    grads = flat.as_strided((2, 1024), (stride, 1))
+    if DEVICE.type == "cuda":
+        pytest.skip("a sparse file cannot be moved to a GPU")
+    for config in (A, B):
+        with tuning.override(config):
+            assert torch.equal(units([grads], None)[0], units([rows], None)[0])
 
 
 def test_grids_beyond_int32_fall_back_to_two_passes():
