@@ -1,0 +1,1 @@
+"""Where per-sample gradients come from."""

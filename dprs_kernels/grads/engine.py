@@ -1,0 +1,113 @@
+"""A logical batch of any size through a source, a micro-batch at a time: memory for one, the result of all.
+
+    engine = StreamingEngine(per_sample(model), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1000,
+                             noise=NoiseSource())
+    engine.keep = KeepMask.draw(engine.params, drop_rate=0.5, seed=0, draw=0)
+    engine.step(loss_fn, x, y)          # writes p.grad; then optimizer.step()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dprs_kernels.grads.source import LossFn, Named, Source, check_batch
+from dprs_kernels.mask import KeepMask
+from dprs_kernels.noise import NoiseSource
+from dprs_kernels.step import PrivateSum
+
+MICRO_BATCH_BYTES = 96 * 2**20   # of per-sample gradients: larger no longer helps, smaller starves the matrix products
+
+
+def micro_batch_size(params: Named) -> int:
+    """Samples whose gradients take at most MICRO_BATCH_BYTES, a power of two: 32 for DP-CNN, 512 for DP-CNN/S."""
+    row = sum(param.numel() * param.element_size() for _, param in params)
+    return 2 ** int(math.log2(max(MICRO_BATCH_BYTES // row, 1)))
+
+
+class StreamingEngine:
+    """accumulate as often as you like, release once; step does both. Settings are PrivateSum's."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        max_grad_norm: float | Sequence[float],
+        noise_multiplier: float,
+        expected_batch_size: float,
+        noise: NoiseSource,
+        keep: KeepMask | None = None,
+        clipping: str = "flat",
+        backend: str = "auto",
+        max_physical_batch_size: int | None = None,
+    ) -> None:
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size: got {max_physical_batch_size}; expected at least 1")
+        self.source = source
+        self.noise = noise
+        self.micro_batch = max_physical_batch_size or micro_batch_size(source.params)
+        self._settings: dict[str, Any] = dict(
+            max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size,
+            clipping=clipping, backend=backend,
+        )   # fmt: skip
+        self._keep = keep
+        self._sum: PrivateSum | None = None
+        self._make("sum")   # bad settings are refused here, before any work
+
+    @property
+    def params(self) -> Named:
+        return self.source.params
+
+    @property
+    def keep(self) -> KeepMask | None:
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: KeepMask | None) -> None:
+        if self._sum is not None:
+            raise ValueError("keep: fixed while samples are accumulated; change it after release")
+        before, self._keep = self._keep, keep
+        try:
+            self._make("sum")
+        except ValueError:
+            self._keep = before
+            raise
+
+    def accumulate(self, loss_fn: LossFn, x: Any, y: Any) -> None:
+        """Adds samples to the sum, in micro-batches. An empty batch is an ordinary one."""
+        n = check_batch(x, y)
+        for start in range(0, max(n, 1), self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            grads = self.source.grads(loss_fn, _rows(x, rows), _rows(y, rows))
+            if self._sum is None:
+                self._sum = self._make(self.source.loss_reduction)
+            elif self._sum.plan.loss_reduction != self.source.loss_reduction:
+                raise ValueError("loss_fn: another reduction than the loss of the samples already accumulated")
+            self._sum.add(grads)
+
+    def release(self) -> None:
+        """Adds the noise, once, and writes p.grad."""
+        if self._sum is None:
+            raise ValueError("release: nothing was accumulated; an empty batch is accumulate(loss_fn, x[:0], y[:0])")
+        total, self._sum = self._sum, None   # an error below never leads to a second release
+        total.release()
+
+    def step(self, loss_fn: LossFn, x: Any, y: Any) -> None:
+        """accumulate and release: a whole logical batch."""
+        self.accumulate(loss_fn, x, y)
+        self.release()
+
+    def _make(self, loss_reduction: str) -> PrivateSum:
+        return PrivateSum(
+            self.source.params, keep=self._keep, noise=self.noise, loss_reduction=loss_reduction, **self._settings
+        )
+
+
+def _rows(value: Any, rows: slice) -> Any:
+    if isinstance(value, tuple):
+        return tuple(part[rows] for part in value)
+    part: torch.Tensor = value[rows]
+    return part

@@ -1,0 +1,121 @@
+"""How each kind of layer makes per-sample gradients from its input and the gradient of its output.
+
+A rule takes (module, inputs, e) with e the gradient of the loss with respect to the module's output, batch first,
+and yields (parameter, G) with G [n, *shape]. Shapes: n samples, T positions per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Rule = Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], Iterator[Pair]]
+
+
+def wants(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The module's parameter of that name, if there is one and it is trained."""
+    param = module._parameters.get(name)
+    return param if param is not None and param.requires_grad else None
+
+
+def linear(module: nn.Linear, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    """G_i = sum_t e_it a_it^T: one matrix product per sample."""
+    a = inputs[0]
+    n = a.shape[0]
+    a, e = a.reshape(n, -1, a.shape[-1]), e.reshape(n, -1, e.shape[-1])   # [n, T, in], [n, T, out]
+    if (weight := wants(module, "weight")) is not None:
+        yield weight, torch.bmm(e.transpose(1, 2), a)
+    if (bias := wants(module, "bias")) is not None:
+        yield bias, e.sum(1)
+
+
+def conv(module: Any, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    """A batch folded into groups: n convolutions of one sample each have their own weights, so the weight gradient of
+    the folded convolution is G. Any number of dimensions, stride, dilation, groups; padding modes by padding first."""
+    x, dims = inputs[0], len(module.kernel_size)
+    if x.dim() == dims + 1:
+        raise ValueError(f"{type(module).__name__}: input of shape {list(x.shape)} has no batch dimension")
+    n = x.shape[0]
+    if (bias := wants(module, "bias")) is not None:
+        yield bias, e.flatten(2).sum(2)
+    if (weight := wants(module, "weight")) is None:
+        return
+    padding = list(module.padding) if not isinstance(module.padding, str) else [0] * dims
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=mode), [0] * dims
+    if n == 0:
+        yield weight, x.new_zeros(0, *weight.shape)
+        return
+    folded = torch.ops.aten.convolution_backward(
+        e.reshape(1, n * e.shape[1], *e.shape[2:]), x.reshape(1, n * x.shape[1], *x.shape[2:]),
+        x.new_empty(1).expand(n * weight.shape[0], *weight.shape[1:]), None, module.stride, padding, module.dilation,
+        False, [0] * dims, n * module.groups, [False, True, False],
+    )[1]   # fmt: skip
+    yield weight, folded.view(n, *weight.shape)
+
+
+def embedding(module: nn.Embedding, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    """G_i[v] = sum of e_it over the positions t that looked up v; the padding index learns nothing."""
+    if (weight := wants(module, "weight")) is None:
+        return
+    n = inputs[0].shape[0]
+    index, e = inputs[0].reshape(n, -1), e.reshape(n, -1, e.shape[-1])   # [n, T], [n, T, d]
+    if module.padding_idx is not None:
+        e = torch.where((index == module.padding_idx).unsqueeze(2), e.new_zeros(()), e)
+    grad = e.new_zeros(n, *weight.shape)
+    yield weight, grad.scatter_add_(1, index.unsqueeze(2).expand(e.shape), e)
+
+
+def _affine(module: nn.Module, e: torch.Tensor, normed: torch.Tensor, keep: int) -> Iterator[Pair]:
+    """y = weight * normed + bias over the last `keep` dimensions: sums over the positions between."""
+    for name, product in (("weight", e * normed), ("bias", e)):
+        if (param := wants(module, name)) is not None:
+            yield param, product.reshape(e.shape[0], -1, *e.shape[e.dim() - keep :]).sum(1)
+
+
+def layer_norm(module: nn.LayerNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    shape = module.normalized_shape
+    return _affine(module, e, F.layer_norm(inputs[0], shape, eps=module.eps), len(shape))
+
+
+def rms_norm(module: nn.RMSNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    shape = module.normalized_shape
+    return _affine(module, e, F.rms_norm(inputs[0], shape, eps=module.eps), len(shape))
+
+
+def _channels(module: nn.Module, e: torch.Tensor, normed: torch.Tensor) -> Iterator[Pair]:
+    """y[:, c] = weight_c * normed[:, c] + bias_c."""
+    for name, product in (("weight", e * normed), ("bias", e)):
+        if (param := wants(module, name)) is not None:
+            yield param, product.reshape(*e.shape[:2], -1).sum(2)
+
+
+def group_norm(module: nn.GroupNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    return _channels(module, e, F.group_norm(inputs[0], module.num_groups, eps=module.eps))
+
+
+def instance_norm(module: Any, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+    own = module.training or not module.track_running_stats
+    normed = F.instance_norm(
+        inputs[0], None if own else module.running_mean, None if own else module.running_var,
+        use_input_stats=own, eps=module.eps,
+    )   # fmt: skip
+    return _channels(module, e, normed)
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear, nn.Conv1d: conv, nn.Conv2d: conv, nn.Conv3d: conv, nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm, nn.GroupNorm: group_norm,
+    nn.InstanceNorm1d: instance_norm, nn.InstanceNorm2d: instance_norm, nn.InstanceNorm3d: instance_norm,
+}   # fmt: skip
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """By exact type: a subclass may compute something else."""
+    return RULES.get(type(module))
