@@ -25,8 +25,8 @@ except ImportError as error:
     raise ImportError(f'RSDPOpacusOptimizer needs opacus ({error}): pip install "dprs_kernels[opacus]"') from error
 
 from dprs_kernels.layout import Layout
+from dprs_kernels.masked_step import MaskedStep, StepRecord
 from dprs_kernels.noise import NoiseSource
-from dprs_kernels.optimizer import MaskedStep, StepRecord
 from dprs_kernels.plan import make_plan
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum

@@ -232,7 +232,7 @@ def test_a_layer_that_mixes_samples_is_named():
         def forward(self, x):
             return self.layer(x[:2])
 
-    with pytest.raises(ValueError, match="expected 4 samples, batch dimension first"):
+    with pytest.raises(ValueError, match="expected 4 samples, batch first"):
         per_sample(Mix()).grads(nn.MSELoss(), torch.randn(4, 4), torch.zeros(4, 2))
 
 

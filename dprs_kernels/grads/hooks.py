@@ -28,6 +28,7 @@ from dprs_kernels.grads.source import (
     check_model,
     check_params,
     check_scalar,
+    check_targets,
     completed,
     reduction_of,
     trainable,
@@ -61,6 +62,7 @@ class HookSource:
         self.loss_reduction = loss_reduction or "mean"
         self._grads: dict[str, torch.Tensor] | None = None   # of the pass that runs now
         self._samples = 0
+        self._checked: Any = None
         self._handles: list[torch_hooks.RemovableHandle] = []
         self._swapped: list[tuple[nn.Module, nn.Module, str, nn.Parameter]] = []   # layer, part of it, name, weight
         for path, module in _owners(model):
@@ -90,7 +92,10 @@ class HookSource:
         try:
             with torch.enable_grad():
                 outputs = self.model(*(x if isinstance(x, tuple) else (x,)))
-                check_loss(loss_fn, self.loss_reduction, outputs, y, self._samples)
+                check_targets(loss_fn, self.loss_reduction, y)
+                if loss_fn is not self._checked:   # once a loss: it calls it three times
+                    check_loss(loss_fn, self.loss_reduction, outputs, y, self._samples)
+                    self._checked = loss_fn
                 loss = loss_fn(outputs, y)
                 check_scalar(loss)
                 if not loss.requires_grad:
