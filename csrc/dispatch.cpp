@@ -10,7 +10,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 1;
+constexpr int64_t kAbi = 2;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -87,6 +87,10 @@ void dprs_words(const uint32_t key[8], uint64_t step, uint64_t block, int64_t bl
 uint64_t dprs_draw_mask(const uint64_t key[4], const int64_t* sizes, int64_t params, int64_t dropped,
                         uint32_t* bits, int64_t threads) {
   return dprs::draw_mask(key, sizes, params, dropped, bits, threads);
+}
+int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const float* e, float* out, int64_t row_stride,
+                               int64_t add, int64_t threads) {
+  return kernels().conv_weight_grads({*conv, x, e, out, row_stride, add != 0, threads}) ? 0 : -1;
 }
 
 uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads) {

@@ -65,6 +65,24 @@ void dprs_words(const uint32_t key[8], uint64_t step, uint64_t block, int64_t bl
 uint64_t dprs_draw_mask(const uint64_t key[4], const int64_t* sizes, int64_t params, int64_t dropped,
                         uint32_t* bits, int64_t threads);
 
+// A Conv2d on n samples, sizes as (vertical, horizontal); Conv1d: vertical sizes 1, stride 1, padding 0, dilation 1.
+struct dprs_conv {
+  int64_t samples;
+  int64_t groups;
+  int64_t channels[2];         // (in, out)
+  int64_t inputs[2];           // (H, W)
+  int64_t outputs[2];          // (Ho, Wo)
+  int64_t kernel[2];
+  int64_t stride[2];
+  int64_t padding[2];          // zeros on either side
+  int64_t dilation[2];
+};
+// Weight gradients of each sample (see conv.h) from x [n, Cin, H, W] and e = dloss/doutput [n, Cout, Ho, Wo], both fp32
+// and contiguous: [Cout, Cin/groups, kh, kw] at out + i row_stride (in floats), added to what is there if `add`.
+// Subnormal numbers count as zero. Returns 0, or -1 if there is no memory for scratch (out is then undefined).
+int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const float* e, float* out, int64_t row_stride,
+                               int64_t add, int64_t threads);
+
 // Reads every buffer once with all threads: the limit that benchmarks compare with.
 uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads);
 

@@ -1,8 +1,10 @@
 // The kernels, compiled with the flags that setup.py gives this file.
 #define DPRS_ISA avx2
+#include "conv.h"
 #include "kernels.h"
 #include "noise.h"
 
 namespace dprs {
-const Kernels kAvx2 = {"avx2", avx2::accumulate, avx2::release, avx2::normals, avx2::normals_from_words, avx2::words};
+const Kernels kAvx2 = {"avx2", avx2::accumulate, avx2::release, avx2::normals, avx2::normals_from_words, avx2::words,
+                       avx2::conv_weight_grads};
 }  // namespace dprs

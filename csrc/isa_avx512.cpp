@@ -1,8 +1,10 @@
 // The kernels, compiled with the flags that setup.py gives this file.
 #define DPRS_ISA avx512
+#include "conv.h"
 #include "kernels.h"
 #include "noise.h"
 
 namespace dprs {
-const Kernels kAvx512 = {"avx512", avx512::accumulate, avx512::release, avx512::normals, avx512::normals_from_words, avx512::words};
+const Kernels kAvx512 = {"avx512", avx512::accumulate, avx512::release, avx512::normals, avx512::normals_from_words, avx512::words,
+                         avx512::conv_weight_grads};
 }  // namespace dprs

@@ -1,8 +1,10 @@
 // The kernels, compiled with the flags that setup.py gives this file.
 #define DPRS_ISA baseline
+#include "conv.h"
 #include "kernels.h"
 #include "noise.h"
 
 namespace dprs {
-const Kernels kBaseline = {"baseline", baseline::accumulate, baseline::release, baseline::normals, baseline::normals_from_words, baseline::words};
+const Kernels kBaseline = {"baseline", baseline::accumulate, baseline::release, baseline::normals, baseline::normals_from_words, baseline::words,
+                           baseline::conv_weight_grads};
 }  // namespace dprs

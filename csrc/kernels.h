@@ -55,6 +55,16 @@ struct Accumulate {
   Barrier* barrier;
 };
 
+struct Conv {
+  dprs_conv shape;
+  const float* x;
+  const float* e;
+  float* out;
+  int64_t row_stride;
+  bool accumulate;
+  int64_t threads;
+};
+
 struct Kernels {
   const char* name;
   void (*accumulate)(const Accumulate&, const Work&);
@@ -62,6 +72,7 @@ struct Kernels {
   void (*normals)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, double* z);
   void (*normals_from_words)(const uint32_t* words, int64_t blocks, double* z);
   void (*words)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);
+  bool (*conv_weight_grads)(const Conv&);
 };
 
 extern const Kernels kBaseline;   // SSE2 on x86-64, NEON on AArch64

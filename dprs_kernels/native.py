@@ -17,7 +17,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 1
+ABI = 2
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -46,6 +46,14 @@ class Release(ctypes.Structure):
                 ("noise_std", _f64), ("divisor", _f64), ("key", ctypes.c_uint32 * 8), ("step", _u64)]   # fmt: skip
 
 
+class Conv(ctypes.Structure):
+    """dprs_conv"""
+
+    _fields_ = [("samples", _i64), ("groups", _i64), ("channels", _i64 * 2), ("inputs", _i64 * 2),
+                ("outputs", _i64 * 2), ("kernel", _i64 * 2), ("stride", _i64 * 2), ("padding", _i64 * 2),
+                ("dilation", _i64 * 2)]   # fmt: skip
+
+
 _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_accumulate": (None, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _ptr, _i64, _i64]),
@@ -54,6 +62,7 @@ _SIGNATURES = {
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),
     "dprs_words": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_draw_mask": (_u64, [_ptr, _ptr, _i64, _i64, _ptr, _i64]),
+    "dprs_conv_weight_grads": (_i64, [_ptr, _ptr, _ptr, _ptr, _i64, _i64, _i64]),
     "dprs_read_once": (_u64, [_ptr, _ptr, _i64, _i64]),
     "dprs_levels": (_i64, []),
     "dprs_level": (_i64, []),
@@ -132,3 +141,60 @@ def read_once(tensors: Sequence[torch.Tensor]) -> int:
     addresses = (_ptr * len(tensors))(*(t.data_ptr() for t in tensors))
     sizes = int64s([t.numel() * t.element_size() for t in tensors])
     return int(loaded().dprs_read_once(addresses, sizes, len(tensors), threads()))
+
+
+def conv_weight_grads(
+    x: torch.Tensor,
+    e: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kernel: tuple[int, int],
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    accumulate: bool = False,
+) -> None:
+    """out[i] = (accumulate: +=) the gradient of a Conv2d's weight for sample i.
+
+    x [n, Cin, H, W] the input, e [n, Cout, Ho, Wo] the loss's gradient by the output, both fp32 and contiguous; out
+    [n, Cout, Cin/groups, kh, kw] fp32 whose rows out[i] are contiguous, for example a part of each row of an arena.
+    |error| <= 2^-18 sum |e x|; the same bits for any number of threads. Conv1d: H = 1; Conv3d is left to torch.
+
+    >>> x, e, arena = torch.ones(2, 1, 4, 4), torch.ones(2, 3, 2, 2), torch.zeros(2, 30)
+    >>> conv_weight_grads(x, e, arena[:, 3:].view(2, 3, 1, 3, 3), kernel=(3, 3))
+    >>> arena[1, :6]
+    tensor([0., 0., 0., 4., 4., 4.])
+    """
+    for name, tensor, dims in (("x", x, 4), ("e", e, 4), ("out", out, 5)):
+        if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or tensor.dim() != dims:
+            got = f"{tensor.dim()} dimensions, {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{name}: expected {dims} dimensions, torch.float32 on the CPU, got {got}")
+    for name, tensor in (("x", x), ("e", e)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; use .contiguous()")
+    pairs = {"kernel": (kernel, 1), "stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
+    for name, (pair, least) in pairs.items():
+        if len(pair) != 2 or min(pair) < least:
+            raise ValueError(f"{name}: expected two integers of at least {least}, got {pair}")
+    n, inputs, outputs = x.shape[0], x.shape[1], e.shape[1]
+    if groups < 1 or inputs % groups or outputs % groups:
+        raise ValueError(f"groups: expected a divisor of {inputs} input and {outputs} output channels, got {groups}")
+    size = [(x.shape[2 + d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
+    if min(size) < 1:
+        raise ValueError(f"kernel: {kernel} with dilation {dilation} does not fit {tuple(x.shape[2:])} and its padding")
+    if e.shape != (n, outputs, *size):
+        raise ValueError(f"e: expected shape {(n, outputs, *size)} for x of {tuple(x.shape)}, got {tuple(e.shape)}")
+    shape = (outputs, inputs // groups, *kernel)
+    if out.shape != (n, *shape):
+        raise ValueError(f"out: expected shape {(n, *shape)}, got {tuple(out.shape)}")
+    if out.numel() == 0:
+        return
+    if not out[0].is_contiguous() or (n > 1 and out.stride(0) < out[0].numel()):
+        raise ValueError(f"out: expected contiguous rows that do not overlap, got strides {out.stride()}")
+    conv = Conv(n, groups, (inputs, outputs), tuple(x.shape[2:]), tuple(size), kernel, stride, padding, dilation)
+    failed = loaded().dprs_conv_weight_grads(
+        ctypes.byref(conv), x.data_ptr(), e.data_ptr(), out.data_ptr(), out.stride(0), accumulate, threads()
+    )
+    if failed:
+        raise MemoryError(f"no memory for a copy of one sample of x {tuple(x.shape)} per thread")
