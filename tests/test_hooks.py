@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from dprs_kernels import KeepMask, NoiseSource
-from dprs_kernels.grads.engine import StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
 
 
@@ -212,6 +210,7 @@ MISUSE = {
     "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"1 \(BatchNorm1d\): normalises with the stat"),
     "nothing trainable": (nn.ReLU(), "ReLU has no trainable parameter"),
     "used outside": (Direct(), "layer.weight: used outside of its module's forward"),
+    "compiled": (torch.compile(nn.Linear(4, 4)), "model: compiled by torch.compile"),
     "batch second": (Recurrent(lambda *a, **k: nn.GRU(3, 4)), "cells: GRU has batch_first=False"),
 }
 
@@ -236,54 +235,3 @@ def test_a_layer_that_mixes_samples_is_named():
 
     with pytest.raises(ValueError, match="expected 4 samples, batch first"):
         per_sample(Mix()).grads(nn.MSELoss(), torch.randn(4, 4), torch.zeros(4, 2))
-
-
-class TestEngine:
-    """Streaming: any split gives the same p.grad, and memory for one micro-batch."""
-
-    def run(self, split, clipping="flat", reduction="mean", n=10, drop_rate=0.5):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
-        with per_sample(model) as source:
-            engine = StreamingEngine(
-                source, max_grad_norm=0.5, noise_multiplier=1.0, expected_batch_size=8, clipping=clipping,
-                noise=NoiseSource.seeded_for_tests(0), max_physical_batch_size=split,
-            )   # fmt: skip
-            engine.keep = KeepMask.draw(engine.params, drop_rate=drop_rate, seed=0, draw=0)
-            engine.step(nn.MSELoss(reduction=reduction), torch.randn(n, 1, 6, 6), torch.randn(n, 2))
-        return [p.grad for p in model.parameters()]
-
-    @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    def test_any_split(self, clipping, reduction):
-        whole = self.run(None, clipping, reduction)
-        for split in (1, 3, 10):
-            for a, b in zip(self.run(split, clipping, reduction), whole, strict=True):
-                assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-    def test_an_empty_batch_is_pure_noise(self):
-        assert all(bool((g != 0).any()) for g in self.run(None, n=0))
-
-    def test_misuse(self):
-        model = nn.Linear(3, 2)
-        settings = dict(max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, noise=NoiseSource())
-        with pytest.raises(ValueError, match="max_physical_batch_size: got 0"):
-            StreamingEngine(per_sample(model), max_physical_batch_size=0, **settings)
-        with pytest.raises(ValueError, match="max_grad_norm: got -1"):
-            StreamingEngine(per_sample(model), **{**settings, "max_grad_norm": -1.0})
-        engine = StreamingEngine(per_sample(model), **settings)
-        with pytest.raises(ValueError, match="release: nothing was accumulated"):
-            engine.release()
-        engine.accumulate(nn.MSELoss(), torch.ones(3, 3), torch.ones(3, 2))
-        with pytest.raises(ValueError, match="keep: fixed while samples are accumulated"):
-            engine.keep = None
-        with pytest.raises(ValueError, match="another reduction"):
-            engine.accumulate(nn.MSELoss(reduction="sum"), torch.ones(3, 3), torch.ones(3, 2))
-        engine.release()
-        with pytest.raises(ValueError, match="keep: made for parameters of other shapes"):
-            engine.keep = KeepMask.full([(5,)])
-
-    def test_the_micro_batch_follows_from_the_size_of_a_row(self):
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 32
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 512
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1

@@ -87,6 +87,7 @@ class StreamingEngine:
             elif self._sum.plan.loss_reduction != self.source.loss_reduction:
                 raise ValueError("loss_fn: another reduction than the loss of the samples already accumulated")
             self._sum.add(grads)
+            del grads   # before the next are made: memory for one micro-batch
 
     def release(self) -> None:
         """Adds the noise, once, and writes p.grad."""

@@ -54,6 +54,11 @@ class HookSource:
     """A gradient source (grads/source.py). Make one with per_sample."""
 
     def __init__(self, model: nn.Module, *, loss_reduction: str | None = None) -> None:
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                "model: compiled by torch.compile, where hooks cannot attach; give the module that you compiled "
+                "(model._orig_mod), or use FunctionalSource"
+            )
         self.model = model
         self.params = trainable(model)
         check_model(model)
@@ -161,9 +166,11 @@ class HookSource:
         inputs = tuple(a.detach() for a in (*args, *kwargs.values()))
 
         def take(e: torch.Tensor) -> None:
-            for param, grad in rule(module, inputs, e):
-                if id(param) in self._names:
-                    self._put(path, param, grad)
+            # Under autocast outputs are bf16 and inputs may not be: sums over positions are made in fp32.
+            with torch.autocast(e.device.type, enabled=False):
+                for param, grad in rule(module, tuple(map(_widened, inputs)), _widened(e)):
+                    if id(param) in self._names:
+                        self._put(path, param, grad)
 
         if not output.requires_grad:   # the first layer
             whole = output.clone() if output._is_view() else output   # a view's hook is lost when it is written to
@@ -295,6 +302,10 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _with(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     return lambda *arguments: method(path, *arguments)
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""Whole models through the hooks, and the streaming engine around them."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from dprs_kernels import KeepMask, NoiseSource
+from dprs_kernels.grads.engine import StreamingEngine, micro_batch_size
+from dprs_kernels.grads.hooks import per_sample
+from tests.test_hooks import agree
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(2, outputs)
+        self.second, self.last = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(2, outputs)
+        self.short = nn.Conv2d(inputs, outputs, 1, stride) if inputs != outputs else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.last(self.second(torch.relu_(self.norm(self.first(x))))) + self.short(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.Linear(8, 3)
+        self.blocks = nn.Sequential(Block(4, 4, 1), Block(4, 8, 2))
+
+    def forward(self, x):
+        return self.out(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """Tied embeddings, positions as a parameter of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.zeros(6, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, index):
+        return self.out(self.layers(self.embed(index) + self.positions))
+
+
+def test_a_resnet_with_group_norm():
+    agree(ResNet(), torch.randn(3, 3, 8, 8).double())
+
+
+def test_a_small_transformer():
+    agree(Transformer(), torch.randint(0, 11, (3, 6)))
+
+
+def test_autocast_gives_fp32_gradients_of_a_bf16_pass():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+    x, y = torch.randn(4, 1, 6, 6), torch.randn(4, 2)
+    with per_sample(model) as source:
+        exact = source.grads(nn.MSELoss(), x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            grads = source.grads(nn.MSELoss(), x, y)
+    for name, grad in grads.items():
+        assert grad.dtype == torch.float32
+        assert (grad - exact[name]).abs().max() <= 2.0**-5 * exact[name].abs().max()
+
+
+def test_only_one_micro_batch_is_in_memory():
+    """Gradients of a micro-batch are folded and gone before the next are made, whatever the logical batch."""
+    model = nn.Linear(3, 2)
+    alive = []
+
+    class Watched:
+        def __init__(self, source):
+            self.source, self.params = source, source.params
+
+        @property
+        def loss_reduction(self):
+            return self.source.loss_reduction
+
+        def grads(self, loss_fn, x, y):
+            assert all(reference() is None for reference in alive)
+            grads = self.source.grads(loss_fn, x, y)
+            assert all(grad.shape[0] <= 4 for grad in grads.values())
+            alive[:] = [weakref.ref(grad) for grad in grads.values()]
+            return grads
+
+    with per_sample(model) as source:
+        engine = StreamingEngine(Watched(source), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=30,
+                                 noise=NoiseSource(), max_physical_batch_size=4)   # fmt: skip
+        engine.step(nn.MSELoss(), torch.ones(30, 3), torch.ones(30, 2))
+    assert model.weight.grad is not None
+
+
+class TestEngine:
+    """Streaming: any split gives the same p.grad, and memory for one micro-batch."""
+
+    def run(self, split, clipping="flat", reduction="mean", n=10, drop_rate=0.5):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+        with per_sample(model) as source:
+            engine = StreamingEngine(
+                source, max_grad_norm=0.5, noise_multiplier=1.0, expected_batch_size=8, clipping=clipping,
+                noise=NoiseSource.seeded_for_tests(0), max_physical_batch_size=split,
+            )   # fmt: skip
+            engine.keep = KeepMask.draw(engine.params, drop_rate=drop_rate, seed=0, draw=0)
+            engine.step(nn.MSELoss(reduction=reduction), torch.randn(n, 1, 6, 6), torch.randn(n, 2))
+        return [p.grad for p in model.parameters()]
+
+    @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_any_split(self, clipping, reduction):
+        whole = self.run(None, clipping, reduction)
+        for split in (1, 3, 10):
+            for a, b in zip(self.run(split, clipping, reduction), whole, strict=True):
+                assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_an_empty_batch_is_pure_noise(self):
+        assert all(bool((g != 0).any()) for g in self.run(None, n=0))
+
+    def test_misuse(self):
+        model = nn.Linear(3, 2)
+        settings = dict(max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, noise=NoiseSource())
+        with pytest.raises(ValueError, match="max_physical_batch_size: got 0"):
+            StreamingEngine(per_sample(model), max_physical_batch_size=0, **settings)
+        with pytest.raises(ValueError, match="max_grad_norm: got -1"):
+            StreamingEngine(per_sample(model), **{**settings, "max_grad_norm": -1.0})
+        engine = StreamingEngine(per_sample(model), **settings)
+        with pytest.raises(ValueError, match="release: nothing was accumulated"):
+            engine.release()
+        engine.accumulate(nn.MSELoss(), torch.ones(3, 3), torch.ones(3, 2))
+        with pytest.raises(ValueError, match="keep: fixed while samples are accumulated"):
+            engine.keep = None
+        with pytest.raises(ValueError, match="another reduction"):
+            engine.accumulate(nn.MSELoss(reduction="sum"), torch.ones(3, 3), torch.ones(3, 2))
+        engine.release()
+        with pytest.raises(ValueError, match="keep: made for parameters of other shapes"):
+            engine.keep = KeepMask.full([(5,)])
+
+    def test_the_micro_batch_follows_from_the_size_of_a_row(self):
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 32
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 512
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1
