@@ -100,8 +100,8 @@ def test_the_operator_passes_torchs_own_checks():
 
     noise = NoiseSource.seeded_for_tests(0)
     keep = KeepMask.draw([(7,)], drop_rate=0.5, seed=0, draw=0)
-    arguments = ([torch.zeros(7)], [torch.ones(3, 7)], keep.bits, noise._ticket, noise._handle, [1.0], 1.0, 4.0,
-                 "sum", "flat", "auto")   # fmt: skip
+    arguments = ([torch.zeros(7)], [torch.ones(3, 7)], keep.bits, keep.count, noise._ticket, noise._handle, [1.0],
+                 1.0, 4.0, "sum", "flat", "auto")   # fmt: skip
     torch.library.opcheck(ops._step_op, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
