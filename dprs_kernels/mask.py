@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dprs_kernels import native, reference
+from dprs_kernels.capture import capturing
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.schedule import checked_rate
 
@@ -149,7 +150,7 @@ class KeepMask:
         if self._bits.device == device:
             return self._bits
         if device not in self._copies:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(device):
                 raise RuntimeError(f"keep: bring the mask to {device} before capturing a CUDA graph: draw it from the "
                                    "parameters there, or take one ordinary step with it")   # fmt: skip
             self._copies[device] = self._bits.to(device)

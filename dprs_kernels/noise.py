@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dprs_kernels.capture import capturing
+
 MAX_STEPS = 2**64
 GRAPH_CLAIMS = 256   # captured steps of one source; each has 2^48 replays
 _sources: weakref.WeakValueDictionary[int, NoiseSource] = weakref.WeakValueDictionary()
@@ -102,7 +104,7 @@ class NoiseSource:
                 )
             self._start(os.urandom(32), seed=None)
         if device is not None and device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+            if capturing(device):
                 return self._claim_captured(device)
             self._graph_state(device)
         with self._lock:   # two threads must not read the same step

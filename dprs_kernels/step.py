@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dprs_kernels import backends, inputs, reference
+from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource, Stream
@@ -160,7 +161,7 @@ class PrivateSum:
 
     def _sum(self) -> torch.Tensor:
         if self._total is None:
-            self.__dict__["_captured"] = _capturing(self.params[0].device)
+            self.__dict__["_captured"] = capturing(self.params[0].device)
             self.__dict__["_total"] = torch.zeros(
                 self.plan.layout.padded, dtype=reference.total_dtype(self.plan), device=self.params[0].device
             )
@@ -176,7 +177,7 @@ class PrivateSum:
     def _check_open(self, verb: str) -> None:
         if self._released:
             raise ValueError(f"{verb}: this PrivateSum was released; noise is added once, make a new one per step")
-        if self._total is not None and self._captured != _capturing(self._total.device):
+        if self._total is not None and self._captured != capturing(self._total.device):
             raise ValueError(
                 f"{verb}: part of this PrivateSum was captured in a CUDA graph and part was not; a replay would "
                 "release what is left of the other part: capture the whole step, or none of it"
@@ -188,10 +189,6 @@ class PrivateSum:
         if self._frozen:
             raise ValueError(f"{name}: fixed for the life of a PrivateSum; make a new one")
         super().__setattr__(name, value)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _gradient_of(param: torch.Tensor) -> torch.Tensor:

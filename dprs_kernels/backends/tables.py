@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dprs_kernels.backends.tuning import VECTOR
+from dprs_kernels.capture import capturing
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.plan import NORM_LIMIT, StepPlan
 
@@ -100,9 +101,9 @@ def release_words(plan: StepPlan) -> list[int]:
     return float_bits([unit / grid, plan.noise_std / grid, grid / plan.expected_batch_size])
 
 
-def step_word(step: int) -> int:
-    """The step's 64 bits as an int64."""
-    return step - (step >> 63 << 64)
+def signed(word: int) -> int:
+    """The bits of an unsigned 64-bit word as an int64."""
+    return word - (word >> 63 << 64)
 
 
 def float_bits(values: Sequence[float]) -> list[int]:
@@ -124,7 +125,7 @@ def upload(device: torch.device, *sections: Sequence[int]) -> list[torch.Tensor]
 def _resident_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
     """For tables that stay, for every stream: not from inside a capture, whose memory is filled only when the graph
     runs, and with a copy that is complete when it returns."""
-    if _capturing(device):
+    if capturing(device):
         raise RuntimeError(f"take one ordinary step of the same shapes on {device} before capturing a CUDA graph")
     host = torch.tensor(words, dtype=torch.int64)
     table = host.to(device, copy=True)
@@ -137,18 +138,14 @@ _held_by_graphs: list[torch.Tensor] = []
 
 def hold(device: torch.device, *tensors: torch.Tensor) -> None:
     """A captured graph keeps addresses, not tensors: what it will read again must stay, masks and tables too."""
-    if _capturing(device):
+    if capturing(device):
         _held_by_graphs.extend(tensors)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def upload_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 on the device. While a CUDA graph is captured no host memory may be read (it would be read again at
     every replay): each word becomes a fill of its own, frozen in the graph like the addresses it describes."""
-    if _capturing(device):
+    if capturing(device):
         table = torch.empty(len(words), dtype=torch.int64, device=device)
         for i, word in enumerate(words):
             table[i].fill_(word)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from dprs_kernels.plan import StepPlan
 
 STAGE_SHARE = 1 / 16   # unaligned rows up to this share of D are staged; more are read value by value
 LIMIT = 2**31          # of a grid and of the int32 counters
+_Kind = TypeVar("_Kind")
 
 
 @lru_cache(maxsize=1)
@@ -134,11 +135,7 @@ class _Batch:
     def of(grads: Sequence[torch.Tensor], plan: StepPlan) -> _Batch:
         layout, device = plan.layout, grads[0].device
         rows = _staged([tables.rows_of(grad) for grad in grads], layout)
-        sets: dict[tuple[torch.dtype, bool], tuple[int, ...]] = {}
-        for p, row in enumerate(rows):
-            if layout.sizes[p]:
-                kind = (row.held.dtype, row.aligned)
-                sets[kind] = (*sets.get(kind, ()), p)
+        sets = _grouped([(row.held.dtype, row.aligned) for row in rows], layout)
         config = None
         if len(sets) == 1 and len(plan.bounds) == 1 and plan.small:
             (dtype, aligned), _ = next(iter(sets.items()))
@@ -163,7 +160,7 @@ class _Target:
         outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes | torch.Tensor, step: int, device: torch.device
     ) -> _Target:
         addresses = [out.data_ptr() for out in outs]
-        given = [] if isinstance(key, torch.Tensor) else [tables.step_word(step)]
+        given = [] if isinstance(key, torch.Tensor) else [tables.signed(step)]
         where, numbers, at = tables.upload(device, addresses, tables.release_words(plan), given)
         secret, at = (key[:4], key[4:]) if isinstance(key, torch.Tensor) else (tables.device_key(key, device), at)
         return _Target(where, numbers.view(torch.float64), secret, at, outs[0].dtype)
@@ -237,9 +234,9 @@ def _one_pass(
     keep = _pointer(bits, total)
     tables.hold(device, tiles.table, keep)
     # Without a release these four pointers are never followed.
-    release = (total,) * 4 if target is None else (target.outs, target.numbers, target.key, target.step)
+    pointers = (total,) * 4 if target is None else (target.outs, target.numbers, target.key, target.step)
     kernels.one_pass._one_pass_kernel[(2 * groups * tiles.count,)](
-        total, norms, factors, partials, sync, tiles.table, row_table, keep, clip.view(torch.float64), *release,
+        total, norms, factors, partials, sync, tiles.table, row_table, keep, clip.view(torch.float64), *pointers,
         samples, groups, min(config.lag, groups), TILES=tiles.count, **launch.options,
     )   # fmt: skip
     return norms.T
@@ -291,12 +288,12 @@ def _tickets(grads: Sequence[torch.Tensor], config: tuning.Config, layout: Layou
     return 2 * -(-grads[0].shape[0] // config.group) * sum(-(-size // config.columns) for size in layout.sizes)
 
 
-def _grouped(dtypes: Sequence[torch.dtype], layout: Layout) -> dict[torch.dtype, tuple[int, ...]]:
-    """Parameters with values, by dtype."""
-    groups: dict[torch.dtype, tuple[int, ...]] = {}
-    for p, dtype in enumerate(dtypes):
+def _grouped(kinds: Sequence[_Kind], layout: Layout) -> dict[_Kind, tuple[int, ...]]:
+    """Parameters with values, by the kind of each."""
+    groups: dict[_Kind, tuple[int, ...]] = {}
+    for p, kind in enumerate(kinds):
         if layout.sizes[p]:
-            groups[dtype] = (*groups.get(dtype, ()), p)
+            groups[kind] = (*groups.get(kind, ()), p)
     return groups
 
 

@@ -8,7 +8,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from dprs_kernels.backends import tables
 from dprs_kernels.backends.triton import on
+from dprs_kernels.capture import capturing
 from dprs_kernels.kernels.mask import BINS, DIGIT, _mask_count_kernel, _mask_narrow_kernel, _mask_pack_kernel
 from dprs_kernels.layout import WORD, Layout
 
@@ -16,12 +18,6 @@ BLOCK = 1024          # coordinates a program counts at a time, 8 for each of 12
 MAX_PROGRAMS = 2048   # of a count: fills any device; beyond 2 million coordinates they take several blocks
 WORDS = 64            # a packed tile: 2048 coordinates, 16 for each of 128 threads
 PASSES = -(-64 // DIGIT.value)
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A small tensor, sent without waiting: pinned memory is what makes the copy asynchronous."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @lru_cache(maxsize=16)
@@ -54,9 +50,9 @@ def draw_mask(
         raise ValueError(f"key: got {list(key)}; expected four integers in [0, 2^64)")
     if not 0 <= base < 2**63 - layout.size:
         raise ValueError(f"base: got {base}; expected a coordinate in [0, 2^63 - {layout.size})")
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         raise RuntimeError("draw masks outside of a CUDA graph: it would read the key again from memory since reused")
-    draw = to_device(np.array([0, dropped, *key, base, layout.size], dtype=np.uint64).view(np.int64), device)
+    draw = tables.upload_ints([tables.signed(word) for word in (0, dropped, *key, base, layout.size)], device)
     table = tile_table(layout, device)
     bits = torch.empty(layout.padded // WORD, dtype=torch.int32, device=device)
     with on(device):

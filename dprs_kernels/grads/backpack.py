@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from dprs_kernels.grads.source import (
+    BatchLoss,
     LossFn,
     check_batch,
-    check_loss,
     check_model,
     check_params,
-    check_scalar,
     check_sum,
     check_targets,
     completed,
@@ -64,7 +63,7 @@ class BackpackSource:
         for _, module in self._owners:
             self._library.extend(module)
             module.register_forward_pre_hook(self._count)
-        self._loss: LossFn | None = None   # the last one that passed check_loss
+        self._loss = BatchLoss()
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
@@ -82,11 +81,7 @@ class BackpackSource:
             with torch.enable_grad():
                 outputs = self.model(*inputs)
                 self._check_calls()
-                if self._loss is not loss_fn:
-                    check_loss(loss_fn, reduction, outputs, y, n)
-                    self._loss = loss_fn if n > 1 else None
-                loss = loss_fn(outputs, y)
-                check_scalar(loss)
+                loss = self._loss(loss_fn, reduction, outputs, y, n)
                 if reduction == "mean":
                     loss = loss * n
                 with self._library.backpack(

@@ -98,7 +98,7 @@ class FunctionalSource:
 
         per_sample = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness=self.randomness)
         chunk = self.chunk_size or n
-        with self._paths():
+        with batchable(self.model, self.params[0][1].device):
             if chunk >= n:
                 return dict(per_sample(values, inputs, targets))
             # Rows are copied into place: vmap's own chunk_size would hold all chunks and their concatenation.
@@ -111,15 +111,15 @@ class FunctionalSource:
             return out
 
 
-    @contextmanager
-    def _paths(self) -> Iterator[None]:
-        """Implementations that vmap can batch, where torch's first choice is one that it would loop over."""
-        with ExitStack() as stack:
-            if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in self.model.modules()):
-                stack.enter_context(_Recurrent())
-            if self.params[0][1].device.type == "cpu":   # 1.4x on a small encoder layer; GPU attention has a rule
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            yield
+@contextmanager
+def batchable(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Implementations that vmap can batch, where torch's first choice is one that it refuses or would loop over."""
+    with ExitStack() as stack:
+        if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules()):
+            stack.enter_context(_Recurrent())
+        if device.type == "cpu":   # 1.4x on a small encoder layer; GPU attention has a rule
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
 
 
 class _Recurrent(TorchFunctionMode):

@@ -12,7 +12,7 @@ and its ordinary use do not change; remove() leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils import hooks as torch_hooks
 
+from dprs_kernels.grads.functional import batchable
 from dprs_kernels.grads.rules import rule_for
 from dprs_kernels.grads.source import (
+    BatchLoss,
     LossFn,
     check_batch,
-    check_loss,
     check_model,
     check_params,
-    check_scalar,
     check_targets,
     completed,
     reduction_of,
@@ -67,7 +67,7 @@ class HookSource:
         self.loss_reduction = loss_reduction or "mean"
         self._grads: dict[str, torch.Tensor] | None = None   # of the pass that runs now
         self._samples = 0
-        self._checked: Any = None
+        self._loss = BatchLoss()
         self._handles: list[torch_hooks.RemovableHandle] = []
         self._swapped: list[tuple[nn.Module, nn.Module, str, nn.Parameter]] = []   # layer, part of it, name, weight
         for path, module in _owners(model):
@@ -87,6 +87,7 @@ class HookSource:
         check_model(self.model)
         self._samples = check_batch(x, y)
         self.loss_reduction = reduction_of(loss_fn, self._given)
+        check_targets(loss_fn, self.loss_reduction, y)
         found: dict[str, torch.Tensor] = {}
         if self._samples == 0:
             return completed(self.params, found, 0)
@@ -97,12 +98,7 @@ class HookSource:
         try:
             with torch.enable_grad():
                 outputs = self.model(*(x if isinstance(x, tuple) else (x,)))
-                check_targets(loss_fn, self.loss_reduction, y)
-                if loss_fn is not self._checked:   # once a loss: it calls it three times
-                    check_loss(loss_fn, self.loss_reduction, outputs, y, self._samples)
-                    self._checked = loss_fn
-                loss = loss_fn(outputs, y)
-                check_scalar(loss)
+                loss = self._loss(loss_fn, self.loss_reduction, outputs, y, self._samples)
                 if not loss.requires_grad:
                     raise ValueError("loss_fn: the loss does not depend on any trainable parameter")
                 loss.backward()
@@ -256,27 +252,12 @@ class _Vjp:
         given = [self.values[i] for i in self.batched]
         active, self.source._grads = self.source._grads, None   # the hooks sleep while the layer is called again
         try:
-            if isinstance(self.module, nn.RNNBase):   # torch has no batching rule for them
-                found = self._one_by_one(cotangents, dims, wanted)
-            else:
+            with batchable(self.module, given[0].device):
                 found = torch.func.vmap(one, in_dims=(tuple(dims), 0))(tuple(cotangents), given)
         finally:
             self.source._grads = active
         for name, grad in found.items():
             self.source._put(self.path, wanted[name], grad)
-
-
-    def _one_by_one(
-        self, cotangents: tuple[torch.Tensor, ...], dims: list[int], wanted: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        rows = []
-        for i in range(self.source._samples):
-            values = [v[i : i + 1] if k in self.batched else v for k, v in enumerate(self.values)]
-            with torch.enable_grad():
-                outputs = [t for t in _tensors(self.module(*values)) if t.is_floating_point()]
-            each = [c.narrow(d, i, 1).contiguous() for c, d in zip(cotangents, dims, strict=True)]
-            rows.append(torch.autograd.grad(outputs, list(wanted.values()), each))
-        return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(wanted)}
 
 
 def per_sample(model: nn.Module, *, loss_reduction: str | None = None) -> HookSource:

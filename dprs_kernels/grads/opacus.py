@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from dprs_kernels.grads.source import (
+    BatchLoss,
     LossFn,
     check_batch,
-    check_loss,
     check_model,
     check_params,
-    check_scalar,
     check_sum,
     check_targets,
     completed,
@@ -61,7 +60,7 @@ class OpacusSource:
         self._expanded = isinstance(self.module, library.GradSampleModuleExpandedWeights)
         if self._expanded:
             _check_padding(self.model)
-        self._loss: LossFn | None = None   # the last one that passed check_loss
+        self._loss = BatchLoss()
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
@@ -78,11 +77,7 @@ class OpacusSource:
         try:
             with torch.enable_grad():
                 outputs = self.module(*inputs)
-                if self._loss is not loss_fn:
-                    check_loss(loss_fn, reduction, outputs, y, n)
-                    self._loss = loss_fn if n > 1 else None
-                loss = loss_fn(outputs, y)
-                check_scalar(loss)
+                loss = self._loss(loss_fn, reduction, outputs, y, n)
                 # A module wrapped by the user may multiply by n on its own.
                 undone = self.module.loss_reduction == "mean"
                 scale = (n if reduction == "mean" else 1) / (n if undone else 1)

@@ -170,6 +170,22 @@ def check_loss(loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) ->
         )
 
 
+class BatchLoss:
+    """loss_fn of a whole batch, one number; check_loss has its say once per loss function (it calls it three times),
+    at the first batch that has two samples to compare."""
+
+    def __init__(self) -> None:
+        self._passed: LossFn | None = None
+
+    def __call__(self, loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) -> torch.Tensor:
+        if self._passed is not loss_fn:
+            check_loss(loss_fn, reduction, outputs, y, n)
+            self._passed = loss_fn if n > 1 else None
+        loss = loss_fn(outputs, y)
+        check_scalar(loss)
+        return loss
+
+
 def completed(
     params: Named, found: Mapping[str, torch.Tensor], n: int, whole: Sequence[torch.Tensor | None] | None = None
 ) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ RFC_KEY = bytes(range(32))
 
 def words(key, step, first, blocks):
     """uint32 [blocks, 16] from the kernel."""
-    at = tables.upload_ints([tables.step_word(step)], DEVICE)
+    at = tables.upload_ints([tables.signed(step)], DEVICE)
     start = tables.upload_ints([first - (first >> 63 << 64)], DEVICE)
     out = torch.zeros(blocks, 16, dtype=torch.int32, device=DEVICE)
     secret = tables.device_key(key, DEVICE)
