@@ -78,7 +78,8 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
     const T* next[Rows];
     // A tile is a page, where the CPU's own prefetching stops: name the pages that come next, which are
     // the next rows of this tile or, after the last, the first rows of the next tile.
-    const int64_t ahead = i + Rows < count ? Rows * stride : kTile - i * stride;
+    // (What is made in scratch has no pages ahead.)
+    const int64_t ahead = a.grads.right[tile.param] ? 0 : i + Rows < count ? Rows * stride : kTile - i * stride;
     for (int r = 0; r < Rows; ++r) {
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
       next[r] = rows[r] + ahead;

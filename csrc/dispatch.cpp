@@ -10,7 +10,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 2;
+constexpr int64_t kAbi = 3;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {

@@ -16,6 +16,8 @@ struct dprs_grads {
   const int64_t* dims;        // [P] 0: a sample's values are contiguous; else entries used below
   const int64_t* shapes;      // [P][DPRS_MAX_DIMS]
   const int64_t* strides;     // [P][DPRS_MAX_DIMS], in elements
+  const void* const* right;   // [P] null, or the right factor a of outer products e a^T that are never stored (fp32 and
+                              // fp64): data is e, shapes[p][0] the length of a, strides[p][0] from one a to the next
 };
 
 enum dprs_dtype { DPRS_F32 = 0, DPRS_F64 = 1, DPRS_BF16 = 2, DPRS_F16 = 3 };

@@ -49,8 +49,8 @@ inline std::vector<Kept> kept_in(const std::vector<Tile>& tiles, const uint32_t*
 
 inline int64_t row_bytes(const dprs_grads& g) {
   int64_t bytes = 0;
-  for (int64_t p = 0; p < g.params; ++p)
-    bytes += g.sizes[p] * (g.dtypes[p] == DPRS_F64 ? 8 : g.dtypes[p] == DPRS_F32 ? 4 : 2);
+  for (int64_t p = 0; p < g.params; ++p)   // an outer product is not read from memory
+    if (!g.right[p]) bytes += g.sizes[p] * (g.dtypes[p] == DPRS_F64 ? 8 : g.dtypes[p] == DPRS_F32 ? 4 : 2);
   return bytes;
 }
 

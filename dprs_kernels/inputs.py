@@ -1,8 +1,9 @@
 """Parameters and per-sample gradients as users hand them over, checked before anything is written.
 
 Accepted: p.grad_sample (a tensor, or a list of them after accumulated backward passes, as Opacus leaves it),
-p.grad_batch (BackPACK), or an explicit list or name -> tensor dict. Taking p.grad_sample or p.grad_batch
-consumes it: the attribute becomes None, the memory is freed, and the same gradients cannot be used twice.
+p.grad_batch (BackPACK), or an explicit list or name -> tensor dict, where OuterProducts may stand for a tensor.
+Taking p.grad_sample or p.grad_batch consumes it: the attribute becomes None, the memory is freed, and the same
+gradients cannot be used twice.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from dprs_kernels.native import DTYPES, MAX_DIMS
+from dprs_kernels.outer import Grad, OuterProducts
 
 ATTRIBUTES = ("grad_sample", "grad_batch")
-MicroBatch = list[torch.Tensor]
+MicroBatch = list[Grad]
 
 
 def named_params(params: Iterable[Any]) -> tuple[list[str], list[torch.Tensor]]:
@@ -112,7 +114,7 @@ def _attribute(name: str, param: torch.Tensor) -> tuple[str, Any]:
 
 def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBatch) -> None:
     for name, param, grad in zip(names, params, batch, strict=True):
-        if not isinstance(grad, torch.Tensor):
+        if not isinstance(grad, (torch.Tensor, OuterProducts)):
             raise ValueError(f"{name}: per-sample gradients are {type(grad).__name__}; expected a tensor")
         if grad.dim() < 1 or grad.shape[1:] != param.shape:
             raise ValueError(
@@ -143,12 +145,12 @@ class UsedOnce:
     that one buffer may be filled again by torch operations."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Grad], int]] = {}
 
     def add(self, names: Sequence[str], batch: MicroBatch) -> None:
         fresh = {}
         for name, grad in zip(names, batch, strict=True):
-            version = -1 if grad.is_inference() else grad._version
+            version = version_of(grad)
             seen, at = self._seen.get(id(grad), (None, -2))
             if seen is not None and seen() is grad and at == version and grad.shape[0] > 0:
                 raise ValueError(
@@ -156,3 +158,10 @@ class UsedOnce:
                 )
             fresh[id(grad)] = (weakref.ref(grad), version)
         self._seen.update(fresh)
+
+
+def version_of(grad: Grad) -> int:
+    """Changes when torch writes to it; -1 where torch does not count."""
+    if isinstance(grad, OuterProducts):
+        return grad.version()
+    return -1 if grad.is_inference() else grad._version

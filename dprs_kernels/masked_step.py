@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprs_kernels import inputs
+from dprs_kernels.inputs import version_of
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
+from dprs_kernels.outer import Grad, OuterProducts
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum
 
@@ -131,13 +133,13 @@ class MaskedStep:
         """The user's settings as PrivateSum's."""
         return settings
 
-    def _take(self, total: PrivateSum, grad_samples: Any) -> list[list[torch.Tensor]]:
+    def _take(self, total: PrivateSum, grad_samples: Any) -> list[list[Grad]]:
         """Gradients, checked and new to us: P lists of micro-batches [N, *shape]."""
         batches, _ = inputs.micro_batches(total.names, total.params, grad_samples)
         fresh: set[int] = set()
         for batch in batches:
             for name, grad in zip(total.names, batch, strict=True):
-                if grad.shape[0] and (id(grad) in fresh or self._used.get(grad) == _version(grad)):
+                if grad.shape[0] and (id(grad) in fresh or self._used.get(_tensor(grad)) == version_of(grad)):
                     raise ValueError(
                         f"{name}: these per-sample gradients were already used by an earlier step or accumulate; run "
                         "forward and backward again first"
@@ -145,12 +147,12 @@ class MaskedStep:
             fresh.update(id(grad) for grad in batch)
         return [list(parts) for parts in zip(*batches, strict=True)]
 
-    def _add(self, total: PrivateSum, grads: list[list[torch.Tensor]]) -> None:
+    def _add(self, total: PrivateSum, grads: list[list[Grad]]) -> None:
         with self._all_or_nothing(total, grads):
             self._total = total
             total.add(grads)
 
-    def _release(self, total: PrivateSum, grads: list[list[torch.Tensor]] | None = None) -> StepRecord:
+    def _release(self, total: PrivateSum, grads: list[list[Grad]] | None = None) -> StepRecord:
         """Adds what is given, then noise, once; writes p.grad. The sum is closed whatever happens."""
         with self._all_or_nothing(total, grads or []):
             if grads is None:
@@ -172,11 +174,11 @@ class MaskedStep:
         )   # fmt: skip
 
     @contextmanager
-    def _all_or_nothing(self, total: PrivateSum, grads: list[list[torch.Tensor]]) -> Iterator[None]:
+    def _all_or_nothing(self, total: PrivateSum, grads: list[list[Grad]]) -> Iterator[None]:
         """Where something fails past the checks the batch is lost: half a sum is not added to, a claimed step is not
         claimed again, and p.grad does not keep what was written so far without a record."""
         for grad in (grad for parts in grads for grad in parts):
-            self._used[grad] = _version(grad)
+            self._used[_tensor(grad)] = version_of(grad)
         try:
             yield
         except BaseException:
@@ -221,5 +223,6 @@ def clear_samples(params: Sequence[torch.Tensor]) -> None:
                 setattr(param, attribute, None)
 
 
-def _version(grad: torch.Tensor) -> int:
-    return -1 if grad.is_inference() else grad._version
+def _tensor(grad: Grad) -> torch.Tensor:
+    """What identifies it."""
+    return grad.e if isinstance(grad, OuterProducts) else grad

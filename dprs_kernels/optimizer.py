@@ -11,8 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from dprs_kernels import inputs
+from dprs_kernels.grads.engine import Stream
+from dprs_kernels.grads.source import LossFn, Source
 from dprs_kernels.masked_step import SETTINGS, MaskedStep, StepRecord, clear_samples
 from dprs_kernels.noise import NoiseSource
+from dprs_kernels.outer import Grad
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum
 
@@ -73,6 +76,7 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         self.expected_batch_size, self.loss_reduction = expected_batch_size, loss_reduction
         self.clipping, self.backend = clipping, backend
         self._start(schedule, seed, noise)
+        self._stream: Stream | None = None
         self._hooks: list[Callable[[RSDPOptimizer, StepRecord], None]] = []
         self._optimizer_step_pre_hooks: Any = OrderedDict()
         self._optimizer_step_post_hooks: Any = OrderedDict()
@@ -87,12 +91,32 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         total = self._sum()
         self._add(total, self._gradients(total, grad_samples))
 
+    def backward(
+        self, source: Source, loss_fn: LossFn, x: Any, y: Any, *, max_physical_batch_size: int | None = None
+    ) -> None:
+        """In the place of loss.backward(): per-sample gradients through `source` (per_sample(model), ...), added to the
+        logical batch a micro-batch at a time, in memory for one. An empty batch is an ordinary one.
+
+        loss_fn(outputs, y): a mean or a sum over samples. The optimizer's loss_reduction must be the source's.
+        """
+        names, stream = self._names_in(source), self._stream
+        if stream is None or stream.source is not source or max_physical_batch_size not in (None, stream.micro_batch):
+            stream = self._stream = Stream(source, max_physical_batch_size=max_physical_batch_size)
+        for grads in stream(loss_fn, x, y):
+            if source.loss_reduction != self.loss_reduction:
+                raise ValueError(
+                    f"loss_reduction: got {self.loss_reduction!r}, but the source's gradients are those of a "
+                    f"{source.loss_reduction!r}; construct with loss_reduction={source.loss_reduction!r}"
+                )
+            self.accumulate([grads[name] for name in names])
+            del grads   # before the next are made: memory for one micro-batch
+
     def accumulate_empty(self) -> None:
         """A batch that Poisson sampling left empty: step() then releases full noise, and it counts as a step."""
         self.accumulate([param.new_empty(0, *param.shape) for _, param in self._trainable()])
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_samples: Any = None) -> Any:
-        """Adds the gradients that are there, releases with noise, steps the inner optimizer, calls the hooks.
+        """Adds the gradients that are there, releases with noise, calls the hooks, steps the inner optimizer.
 
         closure: run once, before; it calls backward. Its result is returned. Without gradients, and without an
         accumulated batch, raises; a second step on the same gradients raises.
@@ -105,14 +129,20 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         if grad_samples is not None or self._total is None or any(map(_holds_samples, total.params)):
             grads = self._gradients(total, grad_samples)
         record = self._release(total, grads)
-        with ExitStack() as after:  # every hook runs, whatever fails: a ledger must not miss a release
-            for hook in reversed(self._hooks):
-                after.callback(hook, self, record)
-            self.original_optimizer.step()
+        try:
+            with ExitStack() as hooks:   # every hook runs, whatever another does: a ledger must not miss a release
+                for hook in reversed(self._hooks):
+                    hooks.callback(hook, self, record)
+        except BaseException:
+            for param in total.params:
+                param.grad = None   # no record, no use
+            raise
+        self.original_optimizer.step()
         return loss
 
     def attach_step_hook(self, fn: Callable[[RSDPOptimizer, StepRecord], None]) -> None:
-        """fn(optimizer, record) after each step, in the order attached."""
+        """fn(optimizer, record) after each release and before its use, in the order attached: a ledger's line is there
+        before parameters change. Where one raises, p.grad is cleared and the inner optimizer does not step."""
         self._hooks.append(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -122,10 +152,23 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         clear_samples(self._params())
         self.original_optimizer.zero_grad(set_to_none)
 
+    def _names_in(self, source: Source) -> list[str]:
+        """What the source calls our parameters, in our order."""
+        theirs = {id(param): name for name, param in source.params}
+        ours = self._trainable()
+        for name, param in ours:
+            if id(param) not in theirs:
+                raise ValueError(f"source: has no gradients for {name}; make it from the model that it trains")
+        names = [theirs[id(param)] for _, param in ours]
+        left = sorted(set(theirs.values()) - set(names))
+        if left:
+            raise ValueError(f"{left[0]}: not among the optimizer's parameters; add it there, or requires_grad_(False)")
+        return names
+
     def _sum(self) -> PrivateSum:
         return self._begin({name: getattr(self, name) for name in SETTINGS})
 
-    def _gradients(self, total: PrivateSum, grad_samples: Any) -> list[list[torch.Tensor]]:
+    def _gradients(self, total: PrivateSum, grad_samples: Any) -> list[list[Grad]]:
         """Checked, and off the parameters: whatever happens next, no later step finds them."""
         if grad_samples is None and self.unused_params == "zero":
             _fill_unused(total.params)

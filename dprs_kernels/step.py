@@ -20,6 +20,7 @@ from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource, Stream
+from dprs_kernels.outer import OuterProducts
 from dprs_kernels.plan import StepPlan, make_plan
 
 
@@ -114,7 +115,7 @@ class PrivateSum:
         for batch in batches:
             self._used.add(self.names, batch)
         for batch in batches:
-            norms = self._backend.accumulate_(self._sum(), batch, self._bits(), self.plan)
+            norms = self._backend.accumulate_(self._sum(), self._taken(batch), self._bits(), self.plan)
             if self._diagnostics is not None:
                 self._diagnostics._update(norms, self.plan)
         inputs.consume(self.params, sources)
@@ -146,13 +147,19 @@ class PrivateSum:
         self._check_open("step")
         outs = [_gradient_of(param) for param in self.params]
         stream = self._close()
-        norms = fused(outs, self._sum(), batches[0], self._bits(), self.plan, stream.key, stream.step)
+        norms = fused(outs, self._sum(), self._taken(batches[0]), self._bits(), self.plan, stream.key, stream.step)
         if self._diagnostics is not None:
             self._diagnostics._update(norms, self.plan)
         inputs.consume(self.params, sources)
         self.__dict__["_total"] = None
         for param, out in zip(self.params, outs, strict=True):
             param.grad = out
+
+    def _taken(self, batch: inputs.MicroBatch) -> inputs.MicroBatch:
+        """As the backend takes it: outer products are stored for one that does not make them itself."""
+        if getattr(self._backend, "MAKES_OUTER_PRODUCTS", False):
+            return batch
+        return [grad.dense() if isinstance(grad, OuterProducts) else grad for grad in batch]
 
     def _close(self) -> Stream:
         """No second release, whatever happens next: the sum closes before noise is made."""

@@ -1,14 +1,19 @@
 """Whole models through the hooks, and the streaming engine around them."""
 
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from dprs_kernels import KeepMask, NoiseSource
+from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.engine import StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
+from dprs_kernels.outer import OuterProducts
 from tests.test_hooks import agree
 
 
@@ -93,6 +98,62 @@ def test_only_one_micro_batch_is_in_memory():
                                  noise=NoiseSource(), max_physical_batch_size=4)   # fmt: skip
         engine.step(nn.MSELoss(), torch.ones(30, 3), torch.ones(30, 2))
     assert model.weight.grad is not None
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from dprs_kernels import NoiseSource
+from dprs_kernels.grads import StreamingEngine, per_sample
+
+def highest():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Conv2d(8, 256, 3), nn.Tanh(), nn.Conv2d(256, 64, 3), nn.Flatten(), nn.Linear(64 * 16, 64))
+x, y = torch.randn(1024, 8, 8, 8), torch.randint(0, 64, (1024,))
+engine = StreamingEngine(per_sample(model), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=64,
+                         noise=NoiseSource(), max_physical_batch_size=16)
+before = highest()
+for n in (64, 1024):
+    engine.step(nn.CrossEntropyLoss(), x[:n], y[:n])
+    print(highest() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
+def test_peak_memory_does_not_grow_with_the_logical_batch():
+    child = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300)
+    small, large = map(int, child.stdout.split())   # KB; a row of 230,000 values is 0.9 MB, 1024 of them are 0.9 GB
+    assert small > 10_000
+    assert large <= 1.1 * small
+
+
+def test_an_arena_is_written_again_and_two_uses_are_added():
+    """Tied weights need two buffers in one pass; another dtype or more samples another buffer."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())
+    arena, weight = Arena(4), model[0].weight
+    first = arena.empty(weight, 3, torch.float32)
+    assert first.shape == (3, 2, 2, 3, 3)
+    assert arena.empty(weight, 3, torch.float32).data_ptr() != first.data_ptr()
+    arena.recycle()
+    assert arena.empty(weight, 4, torch.float32).data_ptr() == first.data_ptr()
+    assert arena.nbytes() == 4 * weight.nbytes
+    arena.recycle()
+    assert arena.empty(weight, 2, torch.float64).dtype == torch.float64
+    assert arena.nbytes() == 8 * weight.nbytes
+    twice = nn.Sequential(model[0], nn.Tanh(), model[0], nn.Flatten(), nn.Linear(32, 1))
+    x, y = torch.randn(5, 2, 4, 4), torch.randn(5, 1)
+    with per_sample(twice) as source:
+        for _ in range(2):
+            arena.recycle()
+            found = source.grads_into(arena, nn.MSELoss(), x, y)
+            for name, grad in source.grads(nn.MSELoss(), x, y).items():
+                same = found[name]
+                assert torch.equal(same.dense() if isinstance(same, OuterProducts) else same, grad)
+        assert isinstance(found["4.weight"], OuterProducts)
 
 
 class TestEngine:

@@ -206,11 +206,16 @@ class Direct(nn.Module):
         return F.linear(self.layer(x), self.layer.weight)
 
 
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - 1e-3 * x.mean(0)
+
+
 MISUSE = {
     "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"1 \(BatchNorm1d\): normalises with the stat"),
     "nothing trainable": (nn.ReLU(), "ReLU has no trainable parameter"),
     "used outside": (Direct(), "layer.weight: used outside of its module's forward"),
-    "compiled": (torch.compile(nn.Linear(4, 4)), "model: compiled by torch.compile"),
+    "mixed samples": (nn.Sequential(nn.Linear(4, 4), Centred()), "model: Sequential mixes samples"),
     "batch second": (Recurrent(lambda *a, **k: nn.GRU(3, 4)), "cells: GRU has batch_first=False"),
 }
 
@@ -235,3 +240,52 @@ def test_a_layer_that_mixes_samples_is_named():
 
     with pytest.raises(ValueError, match="expected 4 samples, batch first"):
         per_sample(Mix()).grads(nn.MSELoss(), torch.randn(4, 4), torch.zeros(4, 2))
+
+
+def test_dropout_and_random_layers_are_not_taken_for_mixing():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.RReLU(), nn.Linear(8, 4))
+    grads = per_sample(model).grads(nn.MSELoss(), torch.randn(6, 4), torch.zeros(6, 4))
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_the_check_for_mixing_leaves_the_random_stream_alone():
+    model, x, y = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), torch.randn(6, 4), torch.zeros(6, 8)
+    source = per_sample(model)
+    results = []
+    for _ in range(2):   # the first pass checks, the second does not
+        torch.manual_seed(0)
+        results.append(source.grads(nn.MSELoss(), x, y)["0.weight"])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "in place", "a block"])
+def test_a_compiled_model(how):
+    """Hooks are called between the compiled graphs; the answers are those of the model as it was."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Dropout(0.0))
+    plain = nn.Sequential(block, nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 3))
+    x, y, loss_fn = torch.randn(5, 1, 6, 6), torch.randint(0, 3, (5,)), nn.CrossEntropyLoss()
+    with per_sample(plain) as source:
+        expected = source.grads(loss_fn, x, y)
+    compiled = plain
+    if how == "torch.compile":
+        compiled = torch.compile(plain, backend="aot_eager")
+    else:
+        (plain if how == "in place" else block).compile(backend="aot_eager")
+    with per_sample(compiled) as source:
+        for _ in range(2):
+            found = source.grads(loss_fn, x, y)
+            for name, grad in expected.items():
+                same = found[f"_orig_mod.{name}" if how == "torch.compile" else name]
+                assert torch.allclose(same, grad, atol=1e-6)
+    assert compiled(x).shape == (5, 3)
+    assert all(p.grad is None for p in plain.parameters())
+
+
+def test_hooks_on_a_model_that_ran_compiled_already():
+    """torch.compile does not look for new hooks in a graph that it has: an error, never zeros."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    compiled = torch.compile(plain, backend="aot_eager")
+    compiled(torch.randn(5, 4))
+    with pytest.raises(ValueError, match="compiled model ran before its hooks were attached"):
+        per_sample(compiled).grads(nn.MSELoss(), torch.randn(5, 4), torch.zeros(5, 2))

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from dprs_kernels import ConstantRate, GradualCooling, KeepMask, NoiseSource, PrivateSum, fused_rs_dp_step
+from dprs_kernels.grads import FunctionalSource
+from dprs_kernels.grads import per_sample as hooks
 from dprs_kernels.optimizer import RSDPOptimizer
 from tests.oracle import BACKENDS, random_grads
 
@@ -371,6 +373,60 @@ def test_a_release_is_recorded_even_if_the_inner_optimizer_or_a_hook_fails():
     assert [record.step for record in records] == [0, 1]
 
 
+def test_without_its_record_a_release_is_not_used():
+    params = fresh_params()
+    start, optimizer = [p.detach().clone() for p in params], make(params)
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    optimizer.attach_step_hook(full_disk)
+    with pytest.raises(OSError, match="no space"):
+        optimizer.step(grad_samples=random_grads(SHAPES, 2))
+    assert all(torch.equal(a, b) for a, b in zip(params, start, strict=True))
+    assert all(p.grad is None for p in params)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("make_source", [hooks, FunctionalSource])
+def test_backward_through_a_source_in_micro_batches(make_source, reduction):
+    torch.manual_seed(0)
+    x, y, loss_fn = torch.randn(11, 3), torch.randn(11, 2), nn.MSELoss(reduction=reduction)
+    results = []
+    for split in (None, 4, 1):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        source = make_source(model)
+        # Another order than the model's, and names that only torch knows.
+        optimizer = make([*model[2].parameters(), *model[0].parameters()], loss_reduction=reduction)
+        if make_source is FunctionalSource:
+            optimizer.loss_reduction = "sum"
+        for _ in range(2):
+            optimizer.backward(source, loss_fn, x, y, max_physical_batch_size=split)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.backward(source, loss_fn, x[:0], y[:0])
+        optimizer.step()
+        assert optimizer.noise.step == 3
+        results.append([p.detach().clone() for p in model.parameters()])
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(results[0], other, strict=True))
+
+
+def test_backward_misuse_changes_nothing():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    optimizer = make(model.parameters())
+    with pytest.raises(ValueError, match="loss_reduction: got 'sum', but the source's gradients are those of a 'mean'"):
+        optimizer.backward(hooks(model), nn.MSELoss(), x, y)
+    with pytest.raises(ValueError, match="source: has no gradients for param_groups"):
+        optimizer.backward(hooks(nn.Linear(3, 2)), nn.MSELoss(), x, y)
+    with pytest.raises(ValueError, match=r"0\.bias: not among the optimizer's parameters"):
+        make([*model[1].parameters()]).backward(hooks(model), nn.MSELoss(), x, y)
+    with pytest.raises(ValueError, match="no per-sample gradients"):
+        optimizer.step()
+
+
 def test_a_gradient_frozen_after_backward_never_reaches_the_inner_optimizer():
     params = fresh_params()
     optimizer = make(params)
@@ -386,12 +442,14 @@ def test_a_gradient_frozen_after_backward_never_reaches_the_inner_optimizer():
 
 def test_records():
     params, records = fresh_params(), []
+    start = params[0].detach().clone()
     optimizer = make(params, schedule=ConstantRate(0.5, 1), noise=None, max_grad_norm=2.0)
     optimizer.attach_step_hook(lambda who, record: records.append((who, record, params[0].detach().clone())))
     optimizer.step(grad_samples=random_grads(SHAPES, 2))
     (who, record, weights), keep = records[0], optimizer.keep
     assert who is optimizer
-    assert torch.equal(weights, params[0])   # the hook runs after the inner step
+    assert torch.equal(weights, start)   # the hook runs before the inner step: recorded, then used
+    assert not torch.equal(weights, params[0])
     assert 2.0 < record.sensitivity < 2.0001
     assert dataclasses.asdict(record) == dict(
         step=0, key_id=optimizer.noise.key_id, private=True, noise_multiplier=1.0, max_grad_norm=2.0,

@@ -15,8 +15,10 @@ import torch
 
 from dprs_kernels import native
 from dprs_kernels.native import DTYPES, MAX_DIMS, int64s
+from dprs_kernels.outer import Grad, OuterProducts
 from dprs_kernels.plan import NORM_LIMIT, StepPlan
 
+MAKES_OUTER_PRODUCTS = True
 _group = 0   # samples per cache window; 0: csrc/tiles.h chooses
 
 
@@ -38,24 +40,34 @@ def unavailable(device: torch.device) -> str:
 
 
 def accumulate_(
-    total: torch.Tensor, grads: Sequence[torch.Tensor], bits: torch.Tensor | None, plan: StepPlan
+    total: torch.Tensor, grads: Sequence[Grad], bits: torch.Tensor | None, plan: StepPlan
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
     samples, parts = grads[0].shape[0], len(grads)
     norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
     dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
+    stored: list[torch.Tensor] = []   # the gradients, or left factors
+    right: list[torch.Tensor | None] = [None] * parts
     for p, grad in enumerate(grads):
+        at = p * MAX_DIMS
+        if isinstance(grad, OuterProducts):
+            left, factor = map(_factor, (grad.e, grad.a))
+            right[p], shapes[at], strides[at] = factor, factor.shape[1], factor.stride(0)
+            stored.append(left)
+            continue
+        stored.append(grad)
         if not _rows_contiguous(grad):
-            dims[p], at = grad.dim() - 1, p * MAX_DIMS
+            dims[p] = grad.dim() - 1
             shapes[at : at + dims[p]], strides[at : at + dims[p]] = grad.shape[1:], grad.stride()[1:]
     tables = [
         int64s(plan.layout.sizes),
-        int64s([grad.data_ptr() for grad in grads]),
-        int64s([DTYPES[grad.dtype] for grad in grads]),
-        int64s([grad.stride(0) for grad in grads]),
+        int64s([grad.data_ptr() for grad in stored]),
+        int64s([DTYPES[grad.dtype] for grad in stored]),
+        int64s([grad.stride(0) for grad in stored]),
         int64s(dims),
         int64s(shapes),
         int64s(strides),
+        int64s([0 if factor is None else factor.data_ptr() for factor in right]),
     ]
     batch = native.Grads(parts, samples, *_addresses(*tables))
     segment_of, bounds = int64s(plan.segment_of), native.float64s(plan.bounds)
@@ -98,6 +110,13 @@ def _addresses(*tables: ctypes.Array[Any]) -> list[int]:
 
 def _address(bits: torch.Tensor | None) -> int | None:
     return None if bits is None else bits.data_ptr()
+
+
+def _factor(factor: torch.Tensor) -> torch.Tensor:
+    """[n, length] of fp32 or fp64, each row contiguous. 16 bits are widened: their products have more."""
+    if factor.dtype in (torch.bfloat16, torch.float16):
+        factor = factor.float()
+    return factor if factor.stride(1) == 1 or factor.shape[1] <= 1 else factor.contiguous()
 
 
 def _rows_contiguous(grad: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ class BackpackSource:
         for _, module in self._owners:
             self._library.extend(module)
             module.register_forward_pre_hook(self._count)
-        self._loss = BatchLoss()
+        self._loss = BatchLoss(model)
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
@@ -74,6 +74,7 @@ class BackpackSource:
         check_targets(loss_fn, reduction, y)
         if n == 0:
             return completed(self.params, {}, 0)
+        self._loss.check_model(x, n)
         inputs = tuple(part.detach() for part in (x if isinstance(x, tuple) else (x,)))
         found: dict[str, torch.Tensor] = {}
         self._calls = {}

@@ -9,14 +9,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dprs_kernels.grads.source import LossFn, Named, Source, check_batch
+from dprs_kernels.grads.arena import Arena
+from dprs_kernels.grads.source import LossFn, Named, Source, StreamingSource, check_batch
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
+from dprs_kernels.outer import Grad
 from dprs_kernels.step import PrivateSum
 
 MICRO_BATCH_BYTES = 96 * 2**20   # of per-sample gradients: larger no longer helps, smaller starves the matrix products
@@ -26,6 +28,33 @@ def micro_batch_size(params: Named) -> int:
     """Samples whose gradients take at most MICRO_BATCH_BYTES, a power of two: 32 for DP-CNN, 512 for DP-CNN/S."""
     row = sum(param.numel() * param.element_size() for _, param in params)
     return 2 ** int(math.log2(max(MICRO_BATCH_BYTES // row, 1)))
+
+
+class Stream:
+    """A source, a micro-batch at a time: iterate, and fold each before the next is made.
+
+    for grads in Stream(per_sample(model))(loss_fn, x, y):
+        optimizer.accumulate(grads)
+    """
+
+    def __init__(self, source: Source, *, max_physical_batch_size: int | None = None) -> None:
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size: got {max_physical_batch_size}; expected at least 1")
+        self.source = source
+        self.micro_batch = max_physical_batch_size or micro_batch_size(source.params)
+        self._arena = Arena(self.micro_batch)
+
+    def __call__(self, loss_fn: LossFn, x: Any, y: Any) -> Iterator[Mapping[str, Grad]]:
+        """name -> [n, *shape], valid until the next one is asked for. An empty batch is one empty micro-batch."""
+        n = check_batch(x, y)
+        for start in range(0, max(n, 1), self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            part = loss_fn, _rows(x, rows), _rows(y, rows)
+            self._arena.recycle()   # what lies there was folded
+            if isinstance(self.source, StreamingSource):
+                yield self.source.grads_into(self._arena, *part)
+            else:
+                yield self.source.grads(*part)
 
 
 class StreamingEngine:
@@ -44,11 +73,9 @@ class StreamingEngine:
         backend: str = "auto",
         max_physical_batch_size: int | None = None,
     ) -> None:
-        if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(f"max_physical_batch_size: got {max_physical_batch_size}; expected at least 1")
         self.source = source
         self.noise = noise
-        self.micro_batch = max_physical_batch_size or micro_batch_size(source.params)
+        self._stream = Stream(source, max_physical_batch_size=max_physical_batch_size)
         self._settings: dict[str, Any] = dict(
             max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size,
             clipping=clipping, backend=backend,
@@ -56,6 +83,10 @@ class StreamingEngine:
         self._keep = keep
         self._sum: PrivateSum | None = None
         self._make("sum")   # bad settings are refused here, before any work
+
+    @property
+    def micro_batch(self) -> int:
+        return self._stream.micro_batch
 
     @property
     def params(self) -> Named:
@@ -78,10 +109,7 @@ class StreamingEngine:
 
     def accumulate(self, loss_fn: LossFn, x: Any, y: Any) -> None:
         """Adds samples to the sum, in micro-batches. An empty batch is an ordinary one."""
-        n = check_batch(x, y)
-        for start in range(0, max(n, 1), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            grads = self.source.grads(loss_fn, _rows(x, rows), _rows(y, rows))
+        for grads in self._stream(loss_fn, x, y):
             if self._sum is None:
                 self._sum = self._make(self.source.loss_reduction)
             elif self._sum.plan.loss_reduction != self.source.loss_reduction:

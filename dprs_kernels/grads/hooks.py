@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import hooks as torch_hooks
 
+from dprs_kernels.grads.arena import Arena, Fresh
 from dprs_kernels.grads.functional import batchable
 from dprs_kernels.grads.rules import rule_for
 from dprs_kernels.grads.source import (
@@ -33,6 +34,7 @@ from dprs_kernels.grads.source import (
     reduction_of,
     trainable,
 )
+from dprs_kernels.outer import Grad, OuterProducts
 
 WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)   # use their children's weights without calling them
 
@@ -54,26 +56,29 @@ class HookSource:
     """A gradient source (grads/source.py). Make one with per_sample."""
 
     def __init__(self, model: nn.Module, *, loss_reduction: str | None = None) -> None:
-        if hasattr(model, "_orig_mod"):
-            raise ValueError(
-                "model: compiled by torch.compile, where hooks cannot attach; give the module that you compiled "
-                "(model._orig_mod), or use FunctionalSource"
-            )
         self.model = model
         self.params = trainable(model)
         check_model(model)
         self._names = {id(param): name for name, param in self.params}
         self._given = loss_reduction
         self.loss_reduction = loss_reduction or "mean"
-        self._grads: dict[str, torch.Tensor] | None = None   # of the pass that runs now
+        self._grads: dict[str, Grad] | None = None   # of the pass that runs now
+        self._memory = Fresh()
         self._samples = 0
-        self._loss = BatchLoss()
+        self._loss = BatchLoss(model)
         self._handles: list[torch_hooks.RemovableHandle] = []
         self._swapped: list[tuple[nn.Module, nn.Module, str, nn.Parameter]] = []   # layer, part of it, name, weight
         for path, module in _owners(model):
+            if not getattr(module, "batch_first", True):
+                raise ValueError(
+                    f"{path}: {type(module).__name__} has batch_first=False; per-sample gradients need the batch as "
+                    "the first dimension: make it with batch_first=True, or use FunctionalSource"
+                )
+            # A compiled model does not trace hooks: it calls them between the graphs of what lies between layers.
+            untraced: Callable[..., Any] = torch.compiler.disable
             self._handles += [
-                module.register_forward_pre_hook(self._detach_weights, with_kwargs=True),
-                module.register_forward_hook(_with(self._catch, path), with_kwargs=True),
+                module.register_forward_pre_hook(untraced(self._detach_weights), with_kwargs=True),
+                module.register_forward_hook(untraced(_with(self._catch, path)), with_kwargs=True),
             ]
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
@@ -81,6 +86,19 @@ class HookSource:
 
         A parameter that took no part gets zeros: it is released with noise like all others.
         """
+        self._memory = Fresh()
+        return self._pass(loss_fn, x, y)   # type: ignore[return-value]   # tensors: fresh memory takes nothing else
+
+    def grads_into(self, arena: Arena, loss_fn: LossFn, x: Any, y: Any) -> dict[str, Grad]:
+        """As grads, for a caller that folds them at once: large ones lie in the arena until arena.recycle(), those of a
+        Linear with one position per sample stay OuterProducts."""
+        self._memory = arena
+        try:
+            return self._pass(loss_fn, x, y)
+        finally:
+            self._memory = Fresh()
+
+    def _pass(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, Grad]:
         if not self._handles:
             raise ValueError("per_sample: these hooks were removed; attach them again with per_sample(model)")
         check_params(self.params)
@@ -88,9 +106,10 @@ class HookSource:
         self._samples = check_batch(x, y)
         self.loss_reduction = reduction_of(loss_fn, self._given)
         check_targets(loss_fn, self.loss_reduction, y)
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Grad] = {}
         if self._samples == 0:
             return completed(self.params, found, 0)
+        self._loss.check_model(x, self._samples)
         before = [param.grad for _, param in self.params]
         for _, param in self.params:
             param.grad = None   # so that a use outside of a layer's forward shows
@@ -108,6 +127,11 @@ class HookSource:
             self._grads = None
             for (_, param), grad in zip(self.params, before, strict=True):
                 param.grad = grad
+        if outside and not found and any(map(_compiled, self.model.modules())):
+            raise ValueError(
+                "model: the compiled model ran before its hooks were attached, and torch.compile does not look for new "
+                "ones; attach first, or call torch.compiler.reset()"
+            )
         if outside:
             raise ValueError(
                 f"{outside[0]}: used outside of its module's forward, where hooks do not see it; FunctionalSource "
@@ -164,7 +188,7 @@ class HookSource:
         def take(e: torch.Tensor) -> None:
             # Under autocast outputs are bf16 and inputs may not be: sums over positions are made in fp32.
             with torch.autocast(e.device.type, enabled=False):
-                for param, grad in rule(module, tuple(map(_widened, inputs)), _widened(e)):
+                for param, grad in rule(module, tuple(map(_widened, inputs)), _widened(e), self._memory):
                     if id(param) in self._names:
                         self._put(path, param, grad)
 
@@ -174,7 +198,7 @@ class HookSource:
         output.register_hook(take)
         return output
 
-    def _put(self, path: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+    def _put(self, path: str, param: torch.Tensor, grad: Grad) -> None:
         """Adds to what the same parameter got in another use: tied weights, a layer that is called twice."""
         assert self._grads is not None
         name = self._names[id(param)]
@@ -184,7 +208,7 @@ class HookSource:
                 "first dimension of every layer's input, and no layer may mix or reorder samples"
             )
         held = self._grads.get(name)
-        self._grads[name] = grad if held is None else held.add_(grad)
+        self._grads[name] = grad if held is None else _dense(held).add_(_dense(grad))
 
 
 class _Taps(torch.autograd.Function):
@@ -206,9 +230,6 @@ class _Vjp:
 
     def __init__(self, source: HookSource, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.source, self.path, self.module = source, path, module
-        if not getattr(module, "batch_first", True):
-            raise ValueError(f"{path}: {type(module).__name__} has batch_first=False; per-sample gradients need the "
-                             "batch as the first dimension: make it with batch_first=True")   # fmt: skip
         values = [*args, *kwargs.values()]
         self.names = list(kwargs)
         self.values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
@@ -287,6 +308,14 @@ def _with(method: Callable[..., Any], path: str) -> Callable[..., Any]:
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _dense(grad: Grad) -> torch.Tensor:
+    return grad.dense() if isinstance(grad, OuterProducts) else grad
 
 
 def _anchor(device: torch.device) -> torch.Tensor:

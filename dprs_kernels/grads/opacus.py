@@ -60,7 +60,7 @@ class OpacusSource:
         self._expanded = isinstance(self.module, library.GradSampleModuleExpandedWeights)
         if self._expanded:
             _check_padding(self.model)
-        self._loss = BatchLoss()
+        self._loss = BatchLoss(self.model)
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
@@ -72,6 +72,7 @@ class OpacusSource:
         self._check_state()
         if n == 0:
             return completed(self.params, {}, 0)
+        self._loss.check_model(x, n)
         inputs = tuple(part.detach() for part in (x if isinstance(x, tuple) else (x,)))
         self._forget()
         try:

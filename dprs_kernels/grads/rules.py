@@ -1,7 +1,16 @@
 """How each kind of layer makes per-sample gradients from its input and the gradient of its output.
 
-A rule takes (module, inputs, e) with e the gradient of the loss with respect to the module's output, batch first,
-and yields (parameter, G) with G [n, *shape]. Shapes: n samples, T positions per sample.
+A rule takes (module, inputs, e, memory) with e the gradient of the loss with respect to the module's output, batch
+first, and yields (parameter, G) with G [n, *shape]. Shapes: n samples, T positions per sample.
+
+Which way a layer goes (the cost rule; times on 2 hyperthreads with AVX2, benchmarks/README.md):
+    Linear, T = 1       the factors e, a where they are folded at once: nothing is stored. 0.4 to 0.6 of writing G into
+                        an arena and folding it, at every width from 8 up; a GEMM for the norm and one for the sum would
+                        take half of that again, but its sum is rounded in an order that depends on the other samples
+    Linear, T > 1       one matrix product per sample into `memory`
+    Conv1d, Conv2d      fp32 on the CPU: csrc/conv.h into `memory`; elsewhere the batch folded into groups
+    Embedding           zeros and a scatter into `memory`
+    everything else     sums over positions, a few numbers per channel
 """
 
 from __future__ import annotations
@@ -14,9 +23,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from dprs_kernels import native
+from dprs_kernels.grads.arena import Fresh
+from dprs_kernels.outer import Grad, OuterProducts
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Rule = Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], Iterator[Pair]]
+Inputs = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, Grad]
+Rule = Callable[[Any, Inputs, torch.Tensor, Fresh], Iterator[Pair]]
 
 
 def wants(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -25,18 +37,21 @@ def wants(module: nn.Module, name: str) -> torch.Tensor | None:
     return param if param is not None and param.requires_grad else None
 
 
-def linear(module: nn.Linear, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def linear(module: nn.Linear, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     """G_i = sum_t e_it a_it^T: one matrix product per sample."""
     a = inputs[0]
     n = a.shape[0]
     a, e = a.reshape(n, -1, a.shape[-1]), e.reshape(n, -1, e.shape[-1])   # [n, T, in], [n, T, out]
     if (weight := wants(module, "weight")) is not None:
-        yield weight, torch.bmm(e.transpose(1, 2), a)
+        if a.shape[1] == 1 and memory.outer_products:
+            yield weight, OuterProducts(e.flatten(1), a.flatten(1))
+        else:
+            yield weight, torch.bmm(e.transpose(1, 2), a, out=memory.empty(weight, n, e.dtype))
     if (bias := wants(module, "bias")) is not None:
         yield bias, e.sum(1)
 
 
-def conv(module: Any, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def conv(module: Any, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     """G of any convolution: padding modes by padding first, then our own kernel (csrc/conv.h: fp32 on the CPU, 1 and 2
     dimensions, 0.7-0.85 of the time that torch takes for the batch's gradient), or the batch folded into groups."""
     x, dims = inputs[0], len(module.kernel_size)
@@ -58,14 +73,16 @@ def conv(module: Any, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iter
     ours = dims < 3 and native.library() is not None and all(
         t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, e)
     )
-    yield weight, (_conv_native if ours else _conv_folded)(x, e, weight.shape, *geometry, module.groups)
+    if ours:
+        yield weight, _conv_native(x, e, memory.empty(weight, n, e.dtype), *geometry, module.groups)
+    else:
+        yield weight, _conv_folded(x, e, weight.shape, *geometry, module.groups)
 
 
 def _conv_native(
-    x: torch.Tensor, e: torch.Tensor, shape: torch.Size, stride: list[int], padding: list[int], dilation: list[int],
+    x: torch.Tensor, e: torch.Tensor, grad: torch.Tensor, stride: list[int], padding: list[int], dilation: list[int],
     groups: int,
 ) -> torch.Tensor:   # fmt: skip
-    grad = torch.empty(x.shape[0], *shape)
     out = grad
     if x.dim() == 3:   # one dimension is two, of height 1
         x, e, out = x.unsqueeze(2), e.unsqueeze(2), grad.unsqueeze(3)
@@ -91,7 +108,7 @@ def _conv_folded(
     return grad.view(n, *shape)
 
 
-def embedding(module: nn.Embedding, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def embedding(module: nn.Embedding, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     """G_i[v] = sum of e_it over the positions t that looked up v; the padding index learns nothing."""
     if (weight := wants(module, "weight")) is None:
         return
@@ -99,7 +116,7 @@ def embedding(module: nn.Embedding, inputs: tuple[torch.Tensor, ...], e: torch.T
     index, e = inputs[0].reshape(n, -1), e.reshape(n, -1, e.shape[-1])   # [n, T], [n, T, d]
     if module.padding_idx is not None:
         e = torch.where((index == module.padding_idx).unsqueeze(2), e.new_zeros(()), e)
-    grad = e.new_zeros(n, *weight.shape)
+    grad = memory.empty(weight, n, e.dtype).zero_()
     yield weight, grad.scatter_add_(1, index.unsqueeze(2).expand(e.shape), e)
 
 
@@ -110,12 +127,12 @@ def _affine(module: nn.Module, e: torch.Tensor, normed: torch.Tensor, keep: int)
             yield param, product.reshape(e.shape[0], -1, *e.shape[e.dim() - keep :]).sum(1)
 
 
-def layer_norm(module: nn.LayerNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def layer_norm(module: nn.LayerNorm, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     shape = module.normalized_shape
     return _affine(module, e, F.layer_norm(inputs[0], shape, eps=module.eps), len(shape))
 
 
-def rms_norm(module: nn.RMSNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def rms_norm(module: nn.RMSNorm, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     shape = module.normalized_shape
     return _affine(module, e, F.rms_norm(inputs[0], shape, eps=module.eps), len(shape))
 
@@ -127,11 +144,11 @@ def _channels(module: nn.Module, e: torch.Tensor, normed: torch.Tensor) -> Itera
             yield param, product.reshape(*e.shape[:2], -1).sum(2)
 
 
-def group_norm(module: nn.GroupNorm, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def group_norm(module: nn.GroupNorm, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     return _channels(module, e, F.group_norm(inputs[0], module.num_groups, eps=module.eps))
 
 
-def instance_norm(module: Any, inputs: tuple[torch.Tensor, ...], e: torch.Tensor) -> Iterator[Pair]:
+def instance_norm(module: Any, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterator[Pair]:
     own = module.training or not module.track_running_stats
     normed = F.instance_norm(
         inputs[0], None if own else module.running_mean, None if own else module.running_var,

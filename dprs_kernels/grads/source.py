@@ -15,10 +15,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+
+from dprs_kernels.grads.arena import Arena
+from dprs_kernels.outer import Grad
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Named = list[tuple[str, nn.Parameter]]
@@ -42,6 +45,15 @@ class Source(Protocol):
         loss_fn(outputs, targets): a mean or a sum over samples. x, y: tensors, or tuples of them (several inputs),
         batch dimension first. n = 0 gives [0, *shape] and does not run the model.
         """
+        ...
+
+
+@runtime_checkable
+class StreamingSource(Source, Protocol):
+    """A source that writes into an engine's arena, and may leave gradients as factors."""
+
+    def grads_into(self, arena: Arena, loss_fn: LossFn, x: Any, y: Any) -> Mapping[str, Grad]:
+        """As grads; what it returns is valid until arena.recycle()."""
         ...
 
 
@@ -170,12 +182,47 @@ def check_loss(loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) ->
         )
 
 
-class BatchLoss:
-    """loss_fn of a whole batch, one number; check_loss has its say once per loss function (it calls it three times),
-    at the first batch that has two samples to compare."""
+@torch.no_grad()
+def check_independent(model: nn.Module, x: Any) -> None:
+    """For sources that run the model on a whole batch: is a sample's output its own?
 
-    def __init__(self) -> None:
+    Runs the first two samples, then again with other values in the second one and the same random numbers (dropout):
+    the first one's output must stay. Two samples, twice, once per source.
+    """
+    parts = [part.detach()[:2] for part in (x if isinstance(x, tuple) else (x,))]
+    # Another second sample: for indices (words) the first one again, which is in range; for numbers a new one.
+    others = [torch.stack([p[0], 1 - p[1] if p.is_floating_point() else p[0]]) for p in parts]
+    devices = sorted({part.device.index for part in parts if part.device.type == "cuda"})
+    outputs = []
+    for given in (parts, others):
+        with torch.random.fork_rng(devices=devices):
+            found = getattr(model, "_orig_mod", model)(*given)   # a compiled one would compile again for two samples
+        outputs.append(found if isinstance(found, torch.Tensor) else None)
+    first, again = outputs
+    if first is None or again is None or first.dim() == 0 or first.shape[0] != 2:
+        return   # check_loss asks for samples first
+    tolerance = _tolerance(first) / 64 * first[0].abs().max()
+    if bool(((first[0] - again[0]).abs() > tolerance).any()):   # False for NaN
+        raise ValueError(
+            f"model: {type(model).__name__} mixes samples: the output of one changes with the values of another, so "
+            "they have no gradients of their own; look for statistics over the batch dimension, or a batch dimension "
+            "that is not the first"
+        )
+
+
+class BatchLoss:
+    """loss_fn of a whole batch, one number. check_independent has its say once, check_loss once per loss function (it
+    calls it three times), at the first batch that has two samples to compare."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: nn.Module | None = model   # None: found independent
         self._passed: LossFn | None = None
+
+    def check_model(self, x: Any, n: int) -> None:
+        """Before the pass itself: it runs the model."""
+        if self._model is not None and n > 1:
+            check_independent(self._model, x)
+            self._model = None
 
     def __call__(self, loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) -> torch.Tensor:
         if self._passed is not loss_fn:
@@ -187,14 +234,14 @@ class BatchLoss:
 
 
 def completed(
-    params: Named, found: Mapping[str, torch.Tensor], n: int, whole: Sequence[torch.Tensor | None] | None = None
-) -> dict[str, torch.Tensor]:
+    params: Named, found: Mapping[str, Grad], n: int, whole: Sequence[torch.Tensor | None] | None = None
+) -> dict[str, Any]:
     """All of params, zeros [n, *shape] for those that took no part.
 
     whole: the batch's ordinary gradients where autograd made them, None where a parameter took no part. A parameter
     that took part must have been found: otherwise it was used in a way that the library does not see.
     """
-    grads: dict[str, torch.Tensor] = {}
+    grads: dict[str, Grad] = {}
     for i, (name, param) in enumerate(params):
         if name not in found and whole is not None and whole[i] is not None:
             raise ValueError(
