@@ -26,7 +26,7 @@ def keyword_only(function):
 def test_exports():
     assert sorted(dprs_kernels.__all__) == [
         "ConstantRate", "CustomRate", "GradualCooling", "KeepMask", "NoiseSource", "NonPrivateDiagnostics",
-        "PrivateSum", "__version__", "fused_rs_dp_step",
+        "PrivateSum", "RSDPOptimizer", "StreamingEngine", "__version__", "fused_rs_dp_step", "per_sample",
     ]   # fmt: skip
     assert all(hasattr(dprs_kernels, name) for name in dprs_kernels.__all__)
 
@@ -55,7 +55,7 @@ def test_mask_properties_are_read_only(member):
         setattr(keep, member, 1)
 
 
-@pytest.mark.parametrize("module", ["layout", "mask", "noise", "schedule", "step"])
+@pytest.mark.parametrize("module", ["layout", "mask", "noise", "optimizer", "outer", "schedule", "step"])
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"dprs_kernels.{module}"))
     assert result.failed == 0

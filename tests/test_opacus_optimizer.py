@@ -442,3 +442,32 @@ def test_per_layer_optimizers_keep_their_kind():
     assert isinstance(optimizer, RSDPOpacusOptimizer)
     assert not isinstance(optimizer, DPPerLayerOptimizer)
     assert optimizer._opacus_settings()["clipping"] == "per_layer"
+
+
+def test_after_make_private_with_epsilon_the_target_holds():
+    """sigma is Opacus's, found for the steps that are then taken."""
+    engine, model = PrivacyEngine(accountant="rdp"), net()
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(data(), batch_size=12),
+        target_epsilon=4.0, target_delta=1e-3, epochs=3, max_grad_norm=0.4,
+    )   # fmt: skip
+    RSDPOpacusOptimizer.from_opacus(optimizer, schedule=GradualCooling(0.9, 3), steps_per_epoch=len(loader))
+    for _ in range(3):
+        train(model, optimizer, loader)
+    assert optimizer.last_record.drop_rate == pytest.approx(0.9, abs=0.02)
+    assert 3.0 < engine.get_epsilon(1e-3) <= 4.0
+
+
+def test_a_model_that_was_wrapped_before():
+    """make_private on a GradSampleModule of the user's own."""
+    engine, model = PrivacyEngine(accountant="rdp"), GradSampleModule(net())
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(data(), batch_size=12),
+        noise_multiplier=1.0, max_grad_norm=0.4,
+    )   # fmt: skip
+    RSDPOpacusOptimizer.from_opacus(optimizer, schedule=ConstantRate(0.5, 1))
+    train(model, optimizer, loader)
+    assert optimizer.noise.step == len(loader)
+    assert optimizer.last_record.private

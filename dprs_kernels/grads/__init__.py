@@ -4,10 +4,10 @@ A source makes {name: [n, *shape]} of a loss (source.py); PrivateSum, StreamingE
 """
 
 from dprs_kernels.grads.backpack import BackpackSource
-from dprs_kernels.grads.engine import StreamingEngine
+from dprs_kernels.grads.engine import Stream, StreamingEngine
 from dprs_kernels.grads.functional import FunctionalSource
 from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.grads.opacus import OpacusSource
 from dprs_kernels.grads.source import Source
 
-__all__ = ["BackpackSource", "FunctionalSource", "OpacusSource", "Source", "StreamingEngine", "per_sample"]
+__all__ = ["BackpackSource", "FunctionalSource", "OpacusSource", "Source", "Stream", "StreamingEngine", "per_sample"]
