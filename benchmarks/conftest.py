@@ -26,7 +26,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     found = config.stash[KEY]
     if not found.rows and not found.figures:
         return
-    for title, lines in (("fused step against limit and peers", race_table(found)), ("targets", target_table(found))):
+    for title, lines in (("against limit and peers", race_table(found)), ("targets", target_table(found))):
         terminalreporter.section(title)
         for text in lines:
             terminalreporter.write_line(text)

@@ -202,6 +202,6 @@ class TestEngine:
             engine.keep = KeepMask.full([(5,)])
 
     def test_the_micro_batch_follows_from_the_size_of_a_row(self):
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 32
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 512
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 16
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 256
         assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1

@@ -9,8 +9,8 @@ Which way a layer goes (the cost rule; times on 2 hyperthreads with AVX2, benchm
                         take half of that again, but its sum is rounded in an order that depends on the other samples
     Linear, T > 1       one matrix product per sample into `memory`
     Conv1d, Conv2d      fp32 on the CPU: csrc/conv.h into `memory`, 0.2 to 0.8 of the next best over 25 geometries, but
-                        2.0 for a depthwise 3x3, which torch has a kernel for; there, on other devices and for Conv3d the
-                        batch folded into groups
+                        2.0 for a depthwise 3x3, which torch has a kernel for; there, on other devices and for Conv3d
+                        the batch folded into groups
     Embedding           zeros and a scatter into `memory`
     everything else     sums over positions, a few numbers per channel
 """
