@@ -192,6 +192,9 @@ class PrivateSum:
         if self.keep is not None and not self.keep.unchanged():
             raise ValueError(f"{verb}: keep.bits was written to; the mask is fixed for the life of a PrivateSum")
 
+    def __reduce__(self) -> Any:
+        raise ValueError("PrivateSum: cannot be copied or pickled: the same samples would be released twice")
+
     def __setattr__(self, name: str, value: Any) -> None:
         if self._frozen:
             raise ValueError(f"{name}: fixed for the life of a PrivateSum; make a new one")

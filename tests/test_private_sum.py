@@ -1,7 +1,9 @@
 """add/release: the same bits for any split, any thread count, any group size; and misuse refused."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -160,3 +162,13 @@ def test_a_failed_add_adds_nothing():
     total.release()
     assert not params[0].grad.any()
     assert math.isfinite(float(params[0].grad.sum()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_sum_cannot_be_duplicated(duplicate):
+    """Two copies would release the same samples twice, and each would call it one step."""
+    total = PrivateSum([torch.nn.Parameter(torch.zeros(3))], max_grad_norm=1.0, noise_multiplier=1.0,
+                       expected_batch_size=2, noise=NoiseSource())   # fmt: skip
+    total.add([torch.ones(2, 3)])
+    with pytest.raises(ValueError, match="cannot be copied or pickled"):
+        duplicate(total)
