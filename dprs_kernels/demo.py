@@ -18,7 +18,7 @@ from dprs_kernels import GradualCooling, KeepMask, NoiseSource, backends, fused_
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import make_plan
 from dprs_kernels.privacy.accounting import epsilon as epsilon_of
-from dprs_kernels.privacy.accounting import noise_multiplier_for
+from dprs_kernels.privacy.accounting import calibrate
 from dprs_kernels.privacy.sampling import poisson_indices
 
 # Public constants. Under add/remove adjacency the number of training images is not public, so neither the divisor
@@ -81,7 +81,7 @@ def run(
     model = make_model(seed)
     params = list(model.named_parameters())
     grad_samples_of = per_sample_gradients(model)
-    sigma, ratio = calibrate(params, epsilon, epochs * STEPS_PER_EPOCH)
+    sigma, ratio = sigma_and_ratio(params, epsilon, epochs * STEPS_PER_EPOCH)
     noise = NoiseSource()   # fresh 256-bit key from the OS
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
@@ -127,12 +127,12 @@ def per_sample_gradients(model: nn.Module) -> Callable[[torch.Tensor, torch.Tens
     return gradients
 
 
-def calibrate(params: list[tuple[str, nn.Parameter]], target_epsilon: float, steps: int) -> tuple[float, float]:
+def sigma_and_ratio(params: list[tuple[str, nn.Parameter]], target_epsilon: float, steps: int) -> tuple[float, float]:
     """The smallest sigma that meets the target with the grid's extra sensitivity charged, and that charge as a ratio
     to C. The grid grows with sigma, hence the loop; it ends after two or three rounds."""
     layout, ratio = Layout.of(params), 1.0
     while True:
-        sigma = noise_multiplier_for(
+        sigma = calibrate(
             target_epsilon=target_epsilon, target_delta=DELTA, sample_rate=SAMPLE_RATE, steps=steps,
             sensitivity_ratio=ratio,
         )   # fmt: skip

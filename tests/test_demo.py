@@ -14,7 +14,7 @@ pytest.importorskip("tqdm")
 from dprs_kernels import demo
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import make_plan
-from dprs_kernels.privacy import accounting
+from dprs_kernels.privacy import accountants
 from dprs_kernels.privacy.accounting import epsilon
 
 SHORT: dict[str, Any] = {"epochs": 2, "progress": False}
@@ -122,7 +122,7 @@ def test_split_is_fixed_disjoint_and_public() -> None:
 @pytest.mark.parametrize(("target", "steps"), [(3.0, 10), (1.0, 40)])
 def test_calibration_charges_the_plan_it_leads_to(target: float, steps: int) -> None:
     params = list(demo.make_model(0).named_parameters())
-    sigma, ratio = demo.calibrate(params, target, steps)
+    sigma, ratio = demo.sigma_and_ratio(params, target, steps)
     layout = Layout.of(params)
     plan = make_plan(
         layout, max_grad_norm=demo.MAX_GRAD_NORM, noise_multiplier=sigma, expected_batch_size=demo.EXPECTED_BATCH_SIZE
@@ -172,6 +172,6 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 def test_missing_extra_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     if name == "opacus":   # answers from before would do without it
-        monkeypatch.setattr(accounting, "_rdp_epsilon", accounting._rdp_epsilon.__wrapped__)
+        monkeypatch.setattr(accountants, "_rdp_curve", accountants._rdp_curve.__wrapped__)
     with pytest.raises(ImportError, match=rf'{name} .*pip install "dprs_kernels\[train\]"'):
         demo.run(**SHORT)

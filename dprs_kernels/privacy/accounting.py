@@ -1,26 +1,47 @@
-"""What a run costs: (epsilon, delta) of T steps of the Poisson-sampled Gaussian mechanism.
+"""What a run costs: (epsilon, delta) of T steps of the Poisson-sampled Gaussian mechanism, and the way back.
 
-Adjacency is add/remove: data sets that differ in one sample. Each step releases a sum that one sample moves by at
-most C (a public keep mask changes nothing: fewer coordinates, same bound), with noise of std sigma C, over samples
-drawn by privacy.sampling.poisson_indices with probability q.
+Each step releases a sum that one sample moves by at most C (a public keep mask changes nothing: fewer coordinates,
+same bound), with noise of std sigma C, over samples drawn with secret bits (privacy.sampling) with probability q.
 
-epsilon covers one run with settings fixed beforehand. It does not cover trying hyper-parameters on the same data,
-several runs (each costs its own), shuffled batches instead of Poisson sampling, or seeded noise.
+    epsilon(...)             of a run
+    composed_epsilon(...)    of a history whose settings changed on the way; a Ledger asks it
+    calibrate(...)           which sigma
+    affordable_steps(...)    how many steps
+
+accountant: "rdp", "prv" or "pld" (accountants.py). "rdp" is the default everywhere, whatever is installed, so that a
+number never depends on the machine; it is also what the published sigmas were found with. "pld" is tightest.
+adjacency: what epsilon protects. "add_remove": data sets that differ by one sample more or less. "replace_one": by one
+sample in place of another; the same noise then gives a larger epsilon.
+
+epsilon covers one run with settings fixed beforehand. NOT_COVERED names what it does not cover.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import warnings
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable
 
-# Opacus's orders end at 63; small epsilons have their best order above. More orders only tighten the bound.
-HIGH_ORDERS = (64, 80, 96, 128, 192, 256, 384, 512)
+from dprs_kernels.privacy import accountants
+from dprs_kernels.privacy.accountants import Setting
+
+ACCOUNTANTS: dict[str, Callable[[list[Setting], float, str], float]] = {
+    "rdp": accountants.rdp, "prv": accountants.prv, "pld": accountants.pld
+}   # fmt: skip
+ADJACENCIES = ("add_remove", "replace_one")
 DECIMALS = 1000           # noise multipliers are answered in thousandths
 LARGEST_MULTIPLIER = 1e6
 SMALLEST_MULTIPLIER = 1e-6
+LARGEST_STEPS = 10**6     # affordable_steps looks no further
+SAME_NOISE = 2.0**-13     # settings this close are composed as one, at the smaller sigma: 1e-4 of epsilon, and quick
+
+NOT_COVERED = (
+    "hyper-parameters tried on the same data: each trial costs its own epsilon",
+    "several runs on the same data: their epsilons add up",
+    "shuffled or fixed batches: q counts only where each sample is drawn by its own secret coin",
+    "what is looked at without noise: training loss, norms, clipped fractions, sizes of batches",
+    "test or validation data, and statistics of the data used for preparing it",
+)
 
 
 def epsilon(
@@ -30,54 +51,81 @@ def epsilon(
     steps: int,
     delta: float,
     accountant: str = "rdp",
+    adjacency: str = "add_remove",
     sensitivity_ratio: float = 1.0,
 ) -> float:
-    """The epsilon of `steps` steps at `delta`, by Renyi differential privacy (Opacus's RDPAccountant):
-
-        epsilon = min over alpha of  T rdp_alpha(q, sigma / ratio) + conversion(alpha, delta)
+    """The epsilon of `steps` steps at `delta`: an upper bound for one run; see the module for what it does not cover.
 
     noise_multiplier: sigma, as given to fused_rs_dp_step. 0 gives inf.
     sensitivity_ratio: how far one sample can really move the sum, over C. Rounding to the noise grid adds
         sqrt(K) (g + h) to C: pass plan.sensitivity(K) / C. It divides the multiplier.
 
-    An upper bound for one run; see the module for what it does not cover.
-
     >>> round(epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 3)
     2.101
     """
-    _check_run(sample_rate=sample_rate, steps=steps, delta=delta, sensitivity_ratio=sensitivity_ratio)
-    if accountant != "rdp":
-        raise ValueError(f'accountant: got {accountant!r}; available: "rdp"')
-    if not _is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier: got {noise_multiplier!r}; expected a finite number of at least 0")
-    effective = float(noise_multiplier) / float(sensitivity_ratio)
-    if effective < SMALLEST_MULTIPLIER:
+    _check_multiplier(noise_multiplier)
+    if not _is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
+        raise ValueError(
+            f"sensitivity_ratio: got {sensitivity_ratio!r}; expected a number of at least 1, plan.sensitivity(K) / C"
+        )
+    history = [(noise_multiplier / sensitivity_ratio, sample_rate, steps)]
+    return composed_epsilon(history, delta=delta, accountant=accountant, adjacency=adjacency)
+
+
+def composed_epsilon(
+    history: Iterable[tuple[float, float, int]],
+    *,
+    delta: float,
+    accountant: str = "rdp",
+    adjacency: str = "add_remove",
+) -> float:
+    """The epsilon of a run that changed its settings. history: (sigma C / sensitivity, q, steps), in any order.
+
+    The bound holds for settings that were chosen beforehand, or from what was released, and not from the data. Sigmas
+    within 2^-13 of each other at the same q are charged as the smallest of them.
+
+    >>> round(composed_epsilon([(1.0, 0.01, 400), (1.2, 0.01, 600)], delta=1e-5), 3)
+    1.828
+    """
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f'accountant: got {accountant!r}; available: "rdp", "prv", "pld"')
+    _check_adjacency(adjacency)
+    _check_delta("delta", delta)
+    settings = list(history)
+    for sigma, q, steps in settings:
+        _check_multiplier(sigma)
+        _check_run(sample_rate=q, steps=steps)
+    if not settings:
+        raise ValueError(
+            "history: got no steps; an empty history is not epsilon 0, it is a run that nobody recorded; charge each "
+            "step as it is taken (Ledger.attach)"
+        )
+    if min(sigma for sigma, _, _ in settings) < SMALLEST_MULTIPLIER:
         return math.inf   # 0 is no noise; next to 0 the series overflow, and inf is a bound, too
-    return _rdp_epsilon(effective, float(sample_rate), int(steps), float(delta))
+    return ACCOUNTANTS[accountant](_merged(settings), float(delta), adjacency)
 
 
-def noise_multiplier_for(
+def calibrate(
     *,
     target_epsilon: float,
     target_delta: float,
     sample_rate: float,
     steps: int,
+    accountant: str = "rdp",
+    adjacency: str = "add_remove",
     sensitivity_ratio: float = 1.0,
 ) -> float:
     """The smallest sigma in thousandths with epsilon(sigma) <= target_epsilon: rounded up, never above target.
 
-    >>> noise_multiplier_for(target_epsilon=2.2, target_delta=1e-5, sample_rate=0.01, steps=1000)
+    >>> calibrate(target_epsilon=2.2, target_delta=1e-5, sample_rate=0.01, steps=1000)
     0.981
     """
-    if not _is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon: got {target_epsilon!r}; expected a positive, finite number")
-    if not _is_number(target_delta) or not 0 < target_delta < 1:
-        raise ValueError(f"target_delta: got {target_delta!r}; expected a number in (0, 1), below 1 / samples")
+    _check_targets(target_epsilon, target_delta)
 
     def enough(thousandths: int) -> bool:
         return target_epsilon >= epsilon(
             noise_multiplier=thousandths / DECIMALS, sample_rate=sample_rate, steps=steps, delta=target_delta,
-            sensitivity_ratio=sensitivity_ratio,
+            accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
         )   # fmt: skip
 
     low, high = 0, DECIMALS   # not enough, enough
@@ -85,8 +133,9 @@ def noise_multiplier_for(
         low, high = high, 2 * high
         if high > LARGEST_MULTIPLIER * DECIMALS:
             raise ValueError(
-                f"target_epsilon: got {target_epsilon!r}; the RDP accountant does not certify it at target_delta="
-                f"{target_delta!r} for any noise_multiplier up to {LARGEST_MULTIPLIER:g}; expected a larger one"
+                f"target_epsilon: got {target_epsilon!r}; the {accountant.upper()} accountant does not certify it at "
+                f"target_delta={target_delta!r} for any noise_multiplier up to {LARGEST_MULTIPLIER:g}; expected a "
+                "larger one"
             )
     while high - low > 1:
         middle = (low + high) // 2
@@ -94,42 +143,63 @@ def noise_multiplier_for(
     return high / DECIMALS
 
 
-@lru_cache(maxsize=4096)   # one evaluation takes up to 0.3 s, and a run asks for the same numbers again
-def _rdp_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
-    spent = _history(_new_accountant(), sigma, q, steps)
-    with warnings.catch_warnings():
-        # "Optimal order is the largest alpha": the bound holds, a longer list of orders would tighten it.
-        warnings.filterwarnings("ignore", message="Optimal order is")
-        answer = float(spent.get_epsilon(delta=delta, alphas=[*spent.DEFAULT_ALPHAS, *HIGH_ORDERS]))
-    if math.isnan(answer):
-        raise ArithmeticError(f"the RDP accountant answers NaN at q={q}, sigma={sigma}, T={steps}")
-    return max(answer, 0.0)   # (negative, delta) implies (0, delta)
+def affordable_steps(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    target_epsilon: float,
+    target_delta: float,
+    accountant: str = "rdp",
+    adjacency: str = "add_remove",
+    sensitivity_ratio: float = 1.0,
+) -> int:
+    """The largest T with epsilon(T steps) <= target_epsilon; 0 where one step is too much, 10^6 at most. Times
+    sample_rate it is epochs.
+
+    >>> affordable_steps(noise_multiplier=1.0, sample_rate=0.01, target_epsilon=2.2, target_delta=1e-5)
+    1118
+    """
+    _check_targets(target_epsilon, target_delta)
+
+    def within(steps: int) -> bool:
+        return target_epsilon >= epsilon(
+            noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=target_delta,
+            accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
+        )   # fmt: skip
+
+    low, high = 0, 1   # within, not within
+    while within(high):
+        if high == LARGEST_STEPS:
+            return high
+        low, high = high, min(4 * high, LARGEST_STEPS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return low
 
 
-def _new_accountant() -> Any:
-    try:
-        from opacus.accountants import RDPAccountant
-    except ImportError as error:
-        raise ImportError(f'accounting needs opacus ({error}): pip install "dprs_kernels[train]"') from error
-    return RDPAccountant()
-
-
-def _history(accountant: Any, sigma: float, q: float, steps: int) -> Any:
-    """The accountant after `steps` calls of .step (a few microseconds each: equal steps are merged), checked: an
-    accountant that recorded nothing would answer epsilon 0."""
-    for _ in range(steps):
-        accountant.step(noise_multiplier=sigma, sample_rate=q)
-    recorded = sum(count for _, _, count in accountant.history)
-    if recorded != steps:
-        raise RuntimeError(f"the accountant recorded {recorded} of {steps} steps; is this version of opacus supported?")
-    return accountant
+def _merged(settings: list[tuple[float, float, int]]) -> list[Setting]:
+    """Sorted, with steps of the same q and nearly the same sigma counted together, at the smallest of their sigmas.
+    The mask's ramp changes K, hence the grid's charge, by less than that in each epoch."""
+    merged: list[Setting] = []
+    for q, sigma, steps in sorted((float(q), float(sigma), int(steps)) for sigma, q, steps in settings):
+        if merged and merged[-1][1] == q and sigma <= merged[-1][0] * (1 + SAME_NOISE):
+            merged[-1] = (merged[-1][0], q, merged[-1][2] + steps)
+        else:
+            merged.append((sigma, q, steps))
+    return merged
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _check_run(*, sample_rate: float, steps: int, delta: float, sensitivity_ratio: float) -> None:
+def _check_multiplier(noise_multiplier: float) -> None:
+    if not _is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier: got {noise_multiplier!r}; expected a finite number of at least 0")
+
+
+def _check_run(*, sample_rate: float, steps: int) -> None:
     if not _is_number(sample_rate) or not 0 < sample_rate <= 1:
         raise ValueError(
             f"sample_rate: got {sample_rate!r}; expected a number in (0, 1], expected batch size over size of the data"
@@ -139,9 +209,22 @@ def _check_run(*, sample_rate: float, steps: int, delta: float, sensitivity_rati
             f"steps: got {steps!r}; expected an integer of at least 1: an empty history is not epsilon 0, it is a run "
             "that nobody recorded"
         )
-    if not _is_number(delta) or not 0 < delta < 1:
-        raise ValueError(f"delta: got {delta!r}; expected a number in (0, 1), below 1 / samples")
-    if not _is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
+
+
+def _check_adjacency(adjacency: str) -> None:
+    if adjacency not in ADJACENCIES:
         raise ValueError(
-            f"sensitivity_ratio: got {sensitivity_ratio!r}; expected a number of at least 1, plan.sensitivity(K) / C"
+            f"adjacency: got {adjacency!r}; expected 'add_remove' (one sample more or less) or 'replace_one' (one in "
+            "place of another)"
         )
+
+
+def _check_delta(name: str, delta: float) -> None:
+    if not _is_number(delta) or not 0 < delta < 1:
+        raise ValueError(f"{name}: got {delta!r}; expected a number in (0, 1), below 1 / samples")
+
+
+def _check_targets(target_epsilon: float, target_delta: float) -> None:
+    if not _is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon: got {target_epsilon!r}; expected a positive, finite number")
+    _check_delta("target_delta", target_delta)
