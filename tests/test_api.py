@@ -3,8 +3,11 @@
 import doctest
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 import dprs_kernels
 from dprs_kernels import GradualCooling, KeepMask, NoiseSource, PrivateSum, fused_rs_dp_step
@@ -62,16 +65,15 @@ def test_examples_in_docstrings_run(module):
     assert result.attempted > 0
 
 
-def test_the_readme_loop_runs():
-    """The block in the README between the markers, as it stands, on a tiny model."""
-    import re
-    from pathlib import Path
-
+def readme_block(marker):
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    block = re.search(r"<!-- loop -->\s*```python\n(.*?)```", text, re.S)
-    assert block, "README has no marked loop"
-    import torch
+    block = re.search(rf"<!-- {marker} -->\s*```python\n(.*?)```", text, re.S)
+    assert block, f"README has no block marked {marker!r}"
+    return block.group(1)
 
+
+def test_the_readme_loop_runs():
+    """The block in the README, as it stands, on a tiny model."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
@@ -79,6 +81,19 @@ def test_the_readme_loop_runs():
              "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 3,
              "loss_fn": torch.nn.functional.cross_entropy}   # fmt: skip
     before = model.weight.detach().clone()
-    exec(block.group(1), space)
+    exec(readme_block("loop"), space)
     assert not torch.equal(before, model.weight.detach())
     assert space["noise"].step == 3 * 4
+
+
+def test_the_private_run_in_the_readme(tmp_path, monkeypatch, capsys):
+    """From the target to the epsilon, as it stands, on small data."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(60, 3), torch.randint(0, 2, (60,)))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    names = dict(torch=torch, data=data, model=model, q=0.1, steps=10, epochs=3, batch=6.0,
+                 loss_fn=torch.nn.CrossEntropyLoss())   # fmt: skip
+    exec(readme_block("private run"), names)
+    assert 2.5 < float(capsys.readouterr().out) <= 3.0
+    assert names["optimizer"].keep.drop_rate == pytest.approx(0.9, abs=0.05)
