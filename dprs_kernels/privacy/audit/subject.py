@@ -1,0 +1,124 @@
+"""Subject: the step function under audit, called as a user calls it, and how large the suites are."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dprs_kernels.mask import KeepMask
+from dprs_kernels.noise import NoiseSource
+
+BATCH = 64   # expected_batch_size: not 1, so that a wrong divisor shows; a power of two, so that dividing is exact
+Step = Callable[..., None]
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much each suite does."""
+
+    field_steps: int          # S2, even: half of them under a mask, half under its complement
+    field_shapes: Shapes
+    replay_shapes: Shapes     # S1
+    replay_rows: int
+    replay_cases: int         # of 63 canaries; 7 have every scale, kind and row
+    clip_size: int            # coordinates of a row in the clip search
+    clip_rows: int            # of 132 rows
+    canaries: int             # S3
+    canary_steps: int
+    attack_steps: int         # S6: trials = steps times blocks
+    attack_blocks: int
+
+
+SIZES = {
+    # What PRIVACY.md describes: 256 steps of 65,537 coordinates, 1e7 clip inputs, 8,000 attacks.
+    "full": Size(256, ((128, 256), (32_768,), (1,)), ((40, 25), (1,), (2000,)), 67, 63, 80_000, 132, 512, 400,
+                 8, 1000),
+    # A second on the CPU; sees what is wrong by 2 %.
+    "small": Size(64, ((64, 128), (8192,), (1,)), ((20, 15), (1,), (700,)), 67, 63, 2000, 132, 128, 100,
+                  2, 1000),
+    # Triton's interpreter takes a fifth of a second for any step, and for each of its tensors.
+    "tiny": Size(8, ((64, 128), (8191,)), ((15, 23),), 5, 7, 600, 4, 64, 4, 1, 32),
+}   # fmt: skip
+
+
+class StepError(Exception):
+    """The step under audit raised where no step may: on inputs that differ in private data only."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    step: Step
+    backend: str
+    seed: int
+    size: Size
+    device: torch.device
+
+    def derived(self, purpose: str) -> int:
+        """A 63-bit seed for one purpose."""
+        digest = hashlib.sha256(f"dprs_kernels audit {self.seed} {purpose}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def source(self, purpose: str) -> NoiseSource:
+        return NoiseSource.seeded_for_tests(self.derived(purpose))
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Of data and coin flips; not of noise."""
+        return torch.Generator().manual_seed(self.derived(f"{purpose} data"))
+
+    def mask(self, shapes: Shapes, purpose: str, drop_rate: float = 0.5) -> KeepMask:
+        return KeepMask.draw(shapes, drop_rate=drop_rate, seed=self.derived(f"{purpose} mask"), draw=0)
+
+    def released(
+        self,
+        batches: Sequence[Sequence[torch.Tensor]],
+        *,
+        noise: NoiseSource,
+        keep: KeepMask | None = None,
+        max_grad_norm: float = 1.0,
+        noise_multiplier: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+        loss_reduction: str = "sum",
+        clipping: str = "flat",
+    ) -> torch.Tensor:
+        """One step on parameters whose p.grad held NaN: what it released, times the batch size. float64 [D]
+
+        batches: micro-batches of [n, *shape] per parameter. One is passed as grad_samples, several as lists in
+        p.grad_sample, as accumulated backward passes leave them.
+        """
+        shapes = [tuple(grad.shape[1:]) for grad in batches[0]]
+        params = [torch.nn.Parameter(torch.zeros(s, dtype=dtype, device=self.device)) for s in shapes]
+        for param in params:
+            param.grad = torch.full_like(param, math.nan)
+        placed = [[grad.to(self.device) for grad in batch] for batch in batches]
+        given: Any = None
+        if len(placed) == 1:
+            given = placed[0]
+        else:
+            for p, param in enumerate(params):
+                param.grad_sample = [batch[p] for batch in placed]  # type: ignore[attr-defined]
+        try:
+            self.step(
+                params, keep=keep, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+                expected_batch_size=BATCH, noise=noise, grad_samples=given, loss_reduction=loss_reduction,
+                clipping=clipping, backend=self.backend,
+            )   # fmt: skip
+            return torch.cat([p.grad.detach().reshape(-1).cpu() for p in params if p.grad is not None]).double() * BATCH
+        except Exception as error:
+            raise StepError(f"{type(error).__name__}: {error}") from error
+
+
+def rows_of(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    """[N, D] -> [N, *shape] per parameter."""
+    parts = flat.split([math.prod(shape) for shape in shapes], dim=1)
+    return [part.reshape(flat.shape[0], *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def kept_of(keep: KeepMask) -> torch.Tensor:
+    """bool [D]"""
+    return torch.cat([part.reshape(-1).cpu() for part in keep.dense()])

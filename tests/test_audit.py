@@ -1,0 +1,165 @@
+"""The audit: clean steps pass every suite, every planted fault is caught by the suite named for it, and the report."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from dprs_kernels import fused_rs_dp_step
+from dprs_kernels.privacy.audit import SUITES, Finding, Report, audit
+from tests.faults import FAULTS
+from tests.oracle import BACKENDS
+from tests.plain_step import CLEAN, planted
+
+FULL = {"noise x 0.995"}   # the finest: needs all 256 x 65,537 values
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As quick for these shapes, and much quicker beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@lru_cache
+def full(backend):
+    return audit(backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_suite_passes_in_full(backend):
+    report = full(backend)
+    assert report.passed, str(report)
+    assert {finding.suite for finding in report.findings} == set(SUITES)
+    assert (report.step, report.backend, report.seed) == ("fused_rs_dp_step", backend, 0)
+
+
+def test_the_plain_torch_step_without_a_fault_passes():
+    """So whatever a planted fault fails on is the fault."""
+    report = audit(planted(CLEAN), size="small")
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name):
+    suite, stages = FAULTS[name]
+    report = audit(planted(stages, name), suites=[suite], size="full" if name in FULL else "small")
+    assert report.failed == (suite,), str(report)
+
+
+def test_there_are_enough_faults():
+    assert len({id(stages) for _, stages in FAULTS.values()}) >= 50
+    assert {suite for suite, _ in FAULTS.values()} == set(SUITES)
+
+
+@pytest.mark.parametrize("name", ["noise x 0.99", "same noise twice", "noise missing on one coordinate",
+                                  "noise / realised batch", "clip x (1 + 2^-19)", "mask after clip"])   # fmt: skip
+def test_an_epsilon_audit_alone_does_not_see_them(name):
+    """Why there are six suites."""
+    assert audit(planted(FAULTS[name][1]), suites=["S3"], size="small").passed
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_other_seeds_pass(seed):
+    report = audit(seed=seed, size="small")
+    assert report.passed, str(report)
+
+
+@pytest.mark.slow
+def test_two_hundred_seeds_pass():
+    alarms = [str(report) for seed in range(1000, 1200) if not (report := audit(seed=seed)).passed]
+    assert not alarms, "\n\n".join(alarms)
+
+
+def test_the_same_seed_gives_the_same_report():
+    a, b, other = (audit(suites=["S2", "S3"], seed=seed, size="small") for seed in (5, 5, 6))
+    assert a == b
+    assert a.findings != other.findings
+
+
+def test_a_step_that_raises_has_failed_and_says_how():
+    def raising(params, *, grad_samples=None, **options):
+        if grad_samples is not None and any(grad.isnan().any() for grad in grad_samples):
+            raise FloatingPointError("NaN in the gradients")
+        fused_rs_dp_step(params, grad_samples=grad_samples, **options)
+
+    report = audit(raising, suites=["S4", "S1"], size="tiny")
+    assert report.failed == ("S1",)
+    assert [finding for finding in report.findings if not finding.passed] == [
+        Finding("S1", "the step runs", "raised FloatingPointError: NaN in the gradients", "no exception", False)
+    ]
+    assert report.findings[-1].suite == "S4"   # the other suites went on
+
+
+def test_a_step_that_writes_nothing_fails():
+    """p.grad was poisoned with NaN."""
+    report = audit(lambda params, **options: None, suites=["S1", "S2", "S4", "S6"], size="tiny")
+    assert report.failed == ("S1", "S2", "S4", "S6")
+
+
+def test_the_report_is_a_table():
+    good = Finding("S4", "zero gradients", "identical", "identical", True)
+    bad = Finding("S2", "pooled std", "0.5", "0.99 .. 1.01", False)
+    text = str(Report("my_step", "cpu", 7, (good, bad)))
+    assert text.splitlines() == [
+        "audit of my_step, backend cpu, seed 7",
+        "",
+        "suite  tried           seen       allowed       verdict",
+        "S4     zero gradients  identical  identical     passed",
+        "S2     pooled std      0.5        0.99 .. 1.01  FAILED",
+        "",
+        "FAILED: S2",
+    ]
+    report = Report("my_step", "cpu", 7, (good,))
+    assert report.passed
+    assert report.failed == ()
+    assert str(report).endswith("\n\npassed: 1 findings in S4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"suites": ["S7"]}, r"suites: got 'S7'; expected some of S1, S2, S3, S4, S5, S6"),
+        ({"suites": []}, r"suites: got \[\]; expected a list with some of S1"),
+        ({"suites": "S1"}, r"suites: got 'S1'; expected a list with some of S1"),
+        ({"seed": -1}, r"seed: got -1; expected an integer of at least 0"),
+        ({"seed": True}, r"seed: got True; expected an integer of at least 0"),
+        ({"size": "huge"}, r"size: got 'huge'; expected one of full, small, tiny"),
+        ({"backend": "abacus"}, r"backend: got 'abacus'; expected one of auto, reference, cpu, triton"),
+        ({"step": 3}, r"step: got int; expected a function with fused_rs_dp_step's signature"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        audit(**arguments)
+
+
+# ---- what the suites promise in figures
+
+
+def figure(report, start):
+    found = [f for f in report.findings if f.tried.startswith(start)]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ten_million_clip_inputs(backend):
+    finding = figure(full(backend), "clip search, 10,560,512 values")
+    assert finding.threshold == "<= 0"
+    assert -(2.0**-20) <= float(finding.figure) <= 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gaussian_fit_lies_within_five_percent_below_the_accountant(seed):
+    finding = figure(audit(suites=["S3"], seed=seed), "epsilon at delta 1e-05")
+    fitted, certified = float(finding.figure.split()[-1]), float(finding.threshold.split()[-1])
+    assert certified == pytest.approx(4.377, abs=1e-3)   # sigma = 1, one step
+    assert 0.95 * certified <= fitted <= certified
+
+
+def test_the_field_allows_less_than_two_parts_in_a_thousand():
+    low, _, high = figure(full(BACKENDS[-1]), "pooled std").threshold.split()
+    assert 0.998 < float(low) < 1 < float(high) < 1.002
