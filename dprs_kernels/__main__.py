@@ -1,4 +1,4 @@
-"""The command line: python -m dprs_kernels demo | info | kernels."""
+"""The command line: python -m dprs_kernels demo | account | audit | info | kernels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from dprs_kernels.paper import compare_command, train_command
+from dprs_kernels.privacy import account_command, audit_command
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 where the caller can mend it (wrong argument, missing extra), with the reason on stderr."""
+    """Exit code: 0, or 1 where an audit failed, or 2 where the caller can mend it (wrong argument, missing extra), with
+    the reason on stderr."""
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
-        command(**options)
+        code = command(**options)
     except (ValueError, ImportError) as error:
         print(f"dprs_kernels: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     kernels = commands.add_parser("kernels", help="what the GPU kernels compile to, with bounds; needs no GPU")
     kernels.add_argument("--target", metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942 (default: all)")
     kernels.set_defaults(command=_kernels)
+    account_command.add_parser(commands)
+    audit_command.add_parser(commands)
+    train_command.add_parser(commands)
+    compare_command.add_parser(commands)
     info = commands.add_parser("info", help="versions, backends with the reason of each, CPU features, threads")
     info.set_defaults(command=_info)
     return parser

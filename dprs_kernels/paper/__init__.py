@@ -1,0 +1,1 @@
+"""The paper's own system on top of the library: networks, data readers, ScatterNet features, theory, recipes."""
