@@ -7,29 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from dprs_kernels.paper.networks import dp_cnn, dp_cnn_s, resnet20
+
 CLASSES, VOCABULARY, TOKENS, WIDTH, HEADS = 10, 1000, 64, 128, 4
-
-
-def dp_cnn() -> nn.Module:
-    """The paper's DP-CNN."""
-    layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(((3, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128))):
-        layers += [nn.Conv2d(a, b, 3, padding=1), nn.Tanh(), *([nn.MaxPool2d(2)] if i % 2 else [])]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, CLASSES))
-
-
-def dp_cnn_s() -> nn.Module:
-    """The paper's DP-CNN/S."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, 2, padding=2), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.Tanh(),
-        nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, CLASSES),
-    )   # fmt: skip
 
 
 class Layer(nn.Module):
@@ -62,32 +47,6 @@ class Transformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(TOKENS).repeat(len(x), 1)   # batch first, not expanded: Opacus takes .view of it
         return self.head(self.norm(self.layers(self.words(x) + self.places(places))).mean(1))
-
-
-class Block(nn.Module):
-    """Two 3x3 convolutions around a shortcut without parameters: subsampled, new channels zero."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.stride, self.more = (1 if before == after else 2), after - before
-        self.conv1 = nn.Conv2d(before, after, 3, self.stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = (nn.GroupNorm(4, after, affine=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x)))))
-        shortcut = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
-        return functional.relu(inner + shortcut)
-
-
-def resnet20() -> nn.Module:
-    """ResNet-20 as GEP trains it: GroupNorm(4) without weights, no bias in convolutions."""
-    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-    blocks = [Block(a, b) for a, b in pairwise(widths)]
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(4, 16, affine=False), nn.ReLU(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
-    )   # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.func import functional_call, grad, vmap
 from dprs_kernels import GradualCooling, KeepMask, NoiseSource, backends, fused_rs_dp_step
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import make_plan
-from dprs_kernels.privacy.accounting import epsilon as epsilon_of
 from dprs_kernels.privacy.accounting import calibrate
+from dprs_kernels.privacy.accounting import epsilon as epsilon_of
 from dprs_kernels.privacy.sampling import poisson_indices
 
 # Public constants. Under add/remove adjacency the number of training images is not public, so neither the divisor
