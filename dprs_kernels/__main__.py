@@ -1,4 +1,5 @@
-"""The command line: python -m dprs_kernels demo | account | audit | info | kernels."""
+"""The command line: dprs, or python -m dprs_kernels, with train | compare | paper | advise | demo | account | audit |
+info | kernels."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dprs_kernels.paper import compare_command, train_command
+from dprs_kernels.paper import advise_command, compare_command, paper_command, train_command
 from dprs_kernels.privacy import account_command, audit_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 1 where an audit failed, or 2 where the caller can mend it (wrong argument, missing extra), with
-    the reason on stderr."""
+    """Exit code: 0, or 1 where an audit or a run failed, or 2 where the caller can mend it (wrong argument, missing
+    data or extra), or 130 where a run was interrupted and can go on, with the reason on stderr."""
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
@@ -47,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     audit_command.add_parser(commands)
     train_command.add_parser(commands)
     compare_command.add_parser(commands)
+    paper_command.add_parser(commands)
+    advise_command.add_parser(commands)
     info = commands.add_parser("info", help="versions, backends with the reason of each, CPU features, threads")
     info.set_defaults(command=_info)
     return parser
