@@ -122,6 +122,37 @@ def _largest_norm(r: Run, noise: torch.Tensor) -> torch.Tensor:
     return noise * (min(float(seen.max()) / r.bound, 1.0) if seen.numel() else 1.0)
 
 
+def _unclipped(where: Callable[[Run], bool]) -> Stages:
+    return replace(CLEAN, factors=lambda r, n: n.isfinite().double() if where(r) else factors(r, n))
+
+
+def _silent(where: Callable[[Run], bool]) -> Stages:
+    """No noise."""
+    return replace(CLEAN, noise=lambda r, noise: noise * 0 if where(r) else noise)
+
+
+def _short_norm(places: int) -> Stages:
+    return replace(CLEAN, norms=lambda r, kept, rows: kept[:, :places].norm(dim=1))
+
+
+def _at_step(change: Callable[[int], int]) -> Stages:
+    return replace(CLEAN, z=lambda r: words_to_normals(r.key, change(r.step), r.layout.padded))
+
+
+def _first_tensors_norm(r: Run, kept: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return kept[:, : sum(r.layout.sizes[:64])].norm(dim=1)
+
+
+def _shared_key(r: Run) -> torch.Tensor:
+    return words_to_normals(bytes(32) if r.secure else r.key, r.step, r.layout.padded)
+
+
+def _added_to(r: Run, out: torch.Tensor) -> torch.Tensor:
+    """p.grad += instead of p.grad =, where there is something to add to."""
+    out = CLEAN.mask(r, out)
+    return out + r.held if r.held is not None and r.held.isfinite().all() else out
+
+
 FAULTS: dict[str, tuple[str, Stages]] = {
     # Noise of the wrong size.
     "noise x 0.5": ("S2", _scaled(0.5)),
@@ -198,4 +229,40 @@ FAULTS: dict[str, tuple[str, Stages]] = {
         torch.arange(n.numel()) < 64, factors(r, n), n.isfinite().double()))),
     "sum in bf16": ("S1", replace(CLEAN, total=lambda r, total: total.bfloat16().double())),
     "sum averaged over micro-batches": ("S1", replace(CLEAN, total=lambda r, total: total / r.micro_batches)),
+    # Far from the start.
+    "noise repeats from coordinate 131,072 on": ("S5", replace(CLEAN, z=_repeated(131_072))),
+    "noise repeats from coordinate 1,048,576 on": ("S5", replace(CLEAN, z=_repeated(2**20))),
+    "noise missing on coordinate 200,000": ("S5", _without(lambda r, j: j == 200_000)),
+    "noise missing from the 65th tensor on": ("S5", _without(lambda r, j: j >= sum(r.layout.sizes[:64]))),
+    "step of 32 bits": ("S5", _at_step(lambda step: step & 0xFFFFFFFF)),
+    "step through float64": ("S5", _at_step(lambda step: min(int(float(step)), 2**64 - 1))),
+    "step of 63 bits": ("S5", _at_step(lambda step: step & (2**63 - 1))),
+    "norm forgets coordinates past 100,000": ("S1", _short_norm(100_000)),
+    "norm forgets the last coordinate of a long row": ("S1", replace(CLEAN, norms=lambda r, kept, rows: (
+        kept[:, : -1 if kept.shape[1] > 200_000 else None].norm(dim=1)))),
+    "norm forgets tensors past the 64th": ("S1", replace(CLEAN, norms=_first_tensors_norm)),
+    "rows after the 600th unclipped": ("S1", replace(CLEAN, factors=lambda r, n: torch.where(
+        torch.arange(n.numel()) < 600, factors(r, n), n.isfinite().double()))),
+    # Options and dtypes.
+    "per_layer not clipped": ("S1", _unclipped(lambda r: r.clipping == "per_layer")),
+    "per_layer: every tensor clipped to C": ("S1", replace(CLEAN, factors=lambda r, n: factors(
+        replace(r, bound=1.0) if r.clipping == "per_layer" else r, n))),
+    "bf16 gradients not clipped": ("S1", _unclipped(lambda r: r.dtype == torch.bfloat16)),
+    "fp16 gradients not clipped": ("S1", _unclipped(lambda r: r.dtype == torch.float16)),
+    "fp64 gradients not clipped": ("S1", _unclipped(lambda r: r.dtype == torch.float64)),
+    "no noise in bf16 parameters": ("S1", _silent(lambda r: r.out_dtype == torch.bfloat16)),
+    "no mask, batch not empty: noise x 0.9": ("S4", replace(CLEAN, noise=lambda r, noise: (
+        noise * 0.9 if r.rows and r.keep.all() else noise))),
+    "std never over 2": ("S5", replace(CLEAN, noise=lambda r, noise: noise * min(1.0, 2 / (r.sigma * r.bound)))),
+    # How gradients and keys come, and where the release goes.
+    "no noise where p.grad was None": ("S4", _silent(lambda r: r.held is None)),
+    "p.grad added to": ("S4", replace(CLEAN, mask=_added_to)),
+    "no noise when p.grad_sample is one tensor": ("S4", _silent(lambda r: bool(r.source) and not r.accumulated)),
+    "no noise from p.grad_batch": ("S4", _silent(lambda r: r.source == "grad_batch")),
+    "no noise from a dict": ("S4", _silent(lambda r: r.named)),
+    "gradients that are not contiguous read in order": ("S4", replace(CLEAN, rows=lambda r, rows: (
+        rows.flip(1) if r.strided else rows))),
+    "no noise under a secure key": ("S2", _silent(lambda r: r.secure)),
+    "no noise under a secure key, seen by its key": ("S5", _silent(lambda r: r.secure)),
+    "one key for all secure sources": ("S2", replace(CLEAN, z=_shared_key)),
 }   # fmt: skip

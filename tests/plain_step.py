@@ -13,13 +13,16 @@ the stage before made:
     noise     [D] noise, also where it is dropped -> [D]
     release   [D] sum, [D] noise -> [D]
     mask      [D] -> [D]
+
+clipping="per_layer" runs norms, factors and add on each tensor by itself, as if it were all there is.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,7 @@ from dprs_kernels.plan import MARGIN
 
 @dataclass
 class Run:
-    """One step's public numbers, and the number of samples, which only faults look at."""
+    """One step's public numbers; from `rows` on what only faults look at."""
 
     layout: Layout
     keep: torch.Tensor   # bool [D]
@@ -47,6 +50,15 @@ class Run:
     rows: int = 0
     micro_batches: int = 1
     norms: list[torch.Tensor] = field(default_factory=list)
+    clipping: str = "flat"
+    secure: bool = False
+    dtype: torch.dtype = torch.float32         # of gradients
+    out_dtype: torch.dtype = torch.float32     # of parameters
+    source: str = ""                           # "" for explicit gradients, or the attribute
+    accumulated: bool = False                  # the attribute held a list
+    named: bool = False                        # a dict
+    strided: bool = False                      # gradients not contiguous
+    held: torch.Tensor | None = None           # [D] what p.grad was
 
     @property
     def grid(self) -> float:
@@ -104,6 +116,30 @@ class Stages:
 CLEAN = Stages()
 
 
+def _bounds(max_grad_norm: Any, clipping: str, tensors: int) -> list[float]:
+    """C of each norm: one, or one per tensor."""
+    if clipping != "per_layer":
+        return [max_grad_norm]
+    return list(max_grad_norm) if isinstance(max_grad_norm, list) else [max_grad_norm / math.sqrt(tensors)] * tensors
+
+
+def _summed(stages: Stages, r: Run, rows: torch.Tensor, bounds: list[float]) -> torch.Tensor:
+    """The clipped sum of one micro-batch, [D]."""
+    selected = stages.select(r, rows)
+    if r.clipping != "per_layer":
+        r.norms.append(stages.norms(r, selected, rows))
+        return stages.add(r, selected, stages.factors(r, r.norms[-1]))
+    sizes, shapes = r.layout.sizes, r.layout.shapes
+    runs = [replace(r, layout=Layout.of([shape]), keep=keep, bound=bound)
+            for shape, keep, bound in zip(shapes, r.keep.split(sizes), bounds, strict=True)]   # fmt: skip
+    parts = list(zip(runs, selected.split(sizes, 1), rows.split(sizes, 1), strict=True))
+    norms = [stages.norms(*part) for part in parts]
+    finite = torch.stack(norms, 1).isfinite().all(1)
+    r.norms.extend(norms)
+    return torch.cat([stages.add(part[0], part[1], stages.factors(part[0], torch.where(finite, n, math.inf)))
+                      for part, n in zip(parts, norms, strict=True)])   # fmt: skip
+
+
 def planted(stages: Stages, name: str = "planted") -> Callable[..., None]:
     """A step function with fused_rs_dp_step's signature."""
 
@@ -126,18 +162,23 @@ def planted(stages: Stages, name: str = "planted") -> Callable[..., None]:
         layout, stream = Layout.of(tensors), noise.claim()
         kept = KeepMask.full(tensors) if keep is None else keep
         dense = torch.cat([part.reshape(-1) for part in kept.dense()])
-        r = Run(layout, dense, max_grad_norm, noise_multiplier, expected_batch_size, loss_reduction == "mean",
+        bounds = _bounds(max_grad_norm, clipping, len(tensors))
+        held = [param.grad for param in tensors]
+        first = batches[0][0]
+        r = Run(layout, dense, math.hypot(*bounds), noise_multiplier, expected_batch_size, loss_reduction == "mean",
                 0.01 if clipping == "automatic" else 0.0, stream.key, stream.step,
-                sum(batch[0].shape[0] for batch in batches), len(batches))   # fmt: skip
+                sum(batch[0].shape[0] for batch in batches), len(batches),
+                clipping=clipping, secure=noise.private, dtype=first.dtype, out_dtype=tensors[0].dtype,
+                source=sources[0], accumulated=isinstance(getattr(tensors[0], sources[0] or "grad"), list),
+                named=isinstance(grad_samples, dict), strided=not first.is_contiguous(),
+                held=None if held[0] is None else torch.cat([grad.reshape(-1).double() for grad in held]))   # fmt: skip
         total = torch.zeros(layout.size, dtype=torch.float64)
         for batch in batches:
             n = batch[0].shape[0]
             parts = [grad.reshape(n, size).double() for grad, size in zip(batch, layout.sizes, strict=True)]
             rows = torch.cat(parts, 1)
             rows = stages.rows(r, rows * n if r.mean else rows)
-            selected = stages.select(r, rows)
-            r.norms.append(stages.norms(r, selected, rows))
-            total = total + stages.add(r, selected, stages.factors(r, r.norms[-1]))
+            total = total + _summed(stages, r, rows, bounds)
         made = stages.noise(r, r.flat(stages.z(r)) * (r.sigma * r.bound))
         out = stages.mask(r, stages.release(r, stages.total(r, total), made))
         inputs.consume(tensors, sources)

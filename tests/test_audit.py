@@ -11,7 +11,14 @@ from tests.faults import FAULTS
 from tests.oracle import BACKENDS
 from tests.plain_step import CLEAN, planted
 
-FULL = {"noise x 0.995"}   # the finest: needs all 256 x 65,537 values
+# Every other fault is seen at the smallest size. S2 on 8 steps sees 10 % (and no period of 16), on 64 steps 1 %.
+SMALL = {"noise x 0.99", "noise x 1.01", "noise cut at 4 sigma", "noise off by 0.01 sigma", "same noise every 16 steps",
+         "samples after the 64th unclipped", "rows after the 600th unclipped",
+         "noise repeats from coordinate 131,072 on", "noise missing on coordinate 200,000",
+         "noise missing from the 65th tensor on", "norm forgets coordinates past 100,000",
+         "norm forgets the last coordinate of a long row", "norm forgets tensors past the 64th"}   # fmt: skip
+# The finest and the farthest: all 256 x 65,537 values, all 2^21 + 5 coordinates.
+FULL = {"noise x 0.995", "noise repeats from coordinate 1,048,576 on"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +52,40 @@ def test_the_plain_torch_step_without_a_fault_passes():
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name):
     suite, stages = FAULTS[name]
-    report = audit(planted(stages, name), suites=[suite], size="full" if name in FULL else "small")
+    size = "full" if name in FULL else "small" if name in SMALL else "tiny"
+    report = audit(planted(stages, name), suites=[suite], size=size)
     assert report.failed == (suite,), str(report)
 
 
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("noise repeats from coordinate 131,072 on", "a step's noise against its key, 262,149 coordinates"),
+        ("norm forgets coordinates past 100,000", "a canary of 262,149 coordinates"),
+        ("norm forgets the last coordinate of a long row", "a canary of 262,149 coordinates"),
+        ("norm forgets tensors past the 64th", "a canary in 100 tensors, flat"),
+        ("rows after the 600th unclipped", "a batch of 768: every contribution"),
+        ("per_layer not clipped", 'canaries under "per_layer", one C'),
+        ("bf16 gradients not clipped", "bfloat16 canaries"),
+        ("no noise in bf16 parameters", "bfloat16 gradients and parameters"),
+        ("step of 32 bits", "a step's noise against its key, sigma = 1, C = 1, step 4,294,967,299"),
+        ("no noise where p.grad was None", "7 gradients, p.grad None, as after zero_grad"),
+        ("no noise when p.grad_sample is one tensor", "7 gradients, p.grad_sample, one tensor"),
+        ("no noise from a dict", "7 gradients, a dict, named parameters"),
+        ("no noise under a secure key", "std under two secure keys"),
+        ("one key for all secure sources", "correlation of two secure keys"),
+    ],
+)
+def test_the_finding_made_for_a_fault_is_the_first_to_see_it(name, finding):
+    """In its suite: what came before it lets the fault pass."""
+    suite, stages = FAULTS[name]
+    report = audit(planted(stages), suites=[suite], size="small" if name in SMALL else "tiny")
+    assert next(seen for seen in report.findings if not seen.passed).tried.startswith(finding), str(report)
+
+
 def test_there_are_enough_faults():
-    assert len({id(stages) for _, stages in FAULTS.values()}) >= 50
+    assert len({id(stages) for _, stages in FAULTS.values()}) >= 85
+    assert set(FAULTS) >= SMALL | FULL
     assert {suite for suite, _ in FAULTS.values()} == set(SUITES)
 
 
@@ -61,7 +96,7 @@ def test_an_epsilon_audit_alone_does_not_see_them(name):
     assert audit(planted(FAULTS[name][1]), suites=["S3"], size="small").passed
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_other_seeds_pass(seed):
     report = audit(seed=seed, size="small")
     assert report.passed, str(report)
@@ -74,14 +109,14 @@ def test_two_hundred_seeds_pass():
 
 
 def test_the_same_seed_gives_the_same_report():
-    a, b, other = (audit(suites=["S2", "S3"], seed=seed, size="small") for seed in (5, 5, 6))
-    assert a == b
+    a, b, other = (audit(seed=seed, size="tiny") for seed in (5, 5, 6))
+    assert a == b   # also where keys are secure
     assert a.findings != other.findings
 
 
 def test_a_step_that_raises_has_failed_and_says_how():
     def raising(params, *, grad_samples=None, **options):
-        if grad_samples is not None and any(grad.isnan().any() for grad in grad_samples):
+        if isinstance(grad_samples, list) and any(grad.isnan().any() for grad in grad_samples):
             raise FloatingPointError("NaN in the gradients")
         fused_rs_dp_step(params, grad_samples=grad_samples, **options)
 

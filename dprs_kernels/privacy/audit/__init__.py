@@ -1,10 +1,11 @@
 """The audit: suites S1-S6, which try to catch a step function in anything that would make its epsilon untrue.
 
-    S1  replay: what a canary changes, under the same noise, is its clipped part; the clip search
-    S2  the noise field: scale, shape and freshness of the noise of empty steps
+    S1  replay: what a canary changes, under the same noise, is its clipped part, for every clipping, dtype and size;
+        the clip search
+    S2  the noise field: scale, shape and freshness of the noise of empty steps; secure sources
     S3  canaries: epsilon bounded from below, against the accountant
-    S4  zero gradients: the release does not depend on their number
-    S5  words: ChaCha20's known answers, the transform, the step's noise against its key
+    S4  zero gradients: the release does not depend on their number, nor on how gradients are handed over
+    S5  words: ChaCha20's known answers, the transform, the step's noise against its key, also far from the start
     S6  the lattice and the precision attack
 
 A passed audit is no proof: it is the absence of every fault that the suites know.
@@ -13,11 +14,25 @@ A passed audit is no proof: it is the absence of every fault that the suites kno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 
 from dprs_kernels import backends
-from dprs_kernels.privacy.audit import attacks, canaries, clip_search, field, replay, words, zeros
+from dprs_kernels.privacy.audit import (
+    attacks,
+    canaries,
+    clip_search,
+    field,
+    handover,
+    keyed,
+    reach,
+    replay,
+    secure,
+    variants,
+    words,
+    zeros,
+)
 from dprs_kernels.privacy.audit.report import Finding, Report
 from dprs_kernels.privacy.audit.subject import SIZES, Step, StepError, Subject
 from dprs_kernels.step import fused_rs_dp_step
@@ -25,14 +40,21 @@ from dprs_kernels.step import fused_rs_dp_step
 __all__ = ["SUITES", "Finding", "Report", "attack_table", "audit"]
 
 
-def _replay_and_search(subject: Subject) -> Iterator[Finding]:
-    yield from replay.run(subject)
-    yield from clip_search.run(subject)
+Suite = Callable[[Subject], Iterator[Finding]]
 
 
-SUITES: dict[str, Callable[[Subject], Iterator[Finding]]] = {
-    "S1": _replay_and_search, "S2": field.run, "S3": canaries.run, "S4": zeros.run, "S5": words.run, "S6": attacks.run,
-}   # fmt: skip
+def _chained(*parts: Suite) -> Suite:
+    return lambda subject: chain.from_iterable(part(subject) for part in parts)
+
+
+SUITES: dict[str, Suite] = {
+    "S1": _chained(replay.run, variants.run, reach.run, clip_search.run),
+    "S2": _chained(field.run, secure.run),
+    "S3": canaries.run,
+    "S4": _chained(zeros.run, handover.run),
+    "S5": _chained(words.run, keyed.run),
+    "S6": attacks.run,
+}
 
 
 def audit(

@@ -54,7 +54,8 @@ def scores(subject: Subject) -> tuple[torch.Tensor, torch.Tensor]:
     inside, outside = [], []
     for _ in range(subject.size.canary_steps):
         coins = torch.rand(count, generator=generator) < 0.5
-        x = subject.released([[canaries[coins]]], keep=keep, noise=noise, noise_multiplier=SIGMA, dtype=torch.float32)
+        x = subject.released([[canaries[coins]]], keep=keep, noise=noise, noise_multiplier=SIGMA, dtype=torch.float32,
+                             held="none", given="grad_sample")   # as in a training loop   # fmt: skip
         inside.append(x[places[coins]])
         outside.append(x[places[~coins]])
     return torch.cat(inside), torch.cat(outside)

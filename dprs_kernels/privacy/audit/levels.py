@@ -2,7 +2,7 @@
 
 A statistical test fails on a sound step with probability at most ALPHA; a test over m coordinates, pairs or lags is
 one test and gives each ALPHA/m. Only the kurtosis is taken as normal, which makes its level 1.1 ALPHA at full size, and
-up to 3 ALPHA at the smallest. An audit makes 15 such tests: a false alarm in 60,000 audits.
+up to 3 ALPHA at the smallest. An audit makes 17 such tests: a false alarm in 55,000 audits.
 """
 
 from __future__ import annotations

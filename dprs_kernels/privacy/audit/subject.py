@@ -16,6 +16,8 @@ from dprs_kernels.noise import NoiseSource
 BATCH = 64   # expected_batch_size: not 1, so that a wrong divisor shows; a power of two, so that dividing is exact
 Step = Callable[..., None]
 Shapes = Sequence[tuple[int, ...]]
+HELD = ("NaN", "none", "zeros", "numbers", "strided")                       # what p.grad is before the step
+GIVEN = ("list", "dict", "grad_sample", "grad_batch", "strided list")       # how one micro-batch comes
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,26 @@ class Size:
     canary_steps: int
     attack_steps: int         # S6: trials = steps times blocks
     attack_blocks: int
+    many_rows: int            # S1: of one batch, each alone on its coordinate
+    long_row: int             # S1, S5: coordinates
+    many_tensors: int         # S1, S5
+
+    @property
+    def few(self) -> bool:
+        """Whether a suite should leave out what costs a step and shows little: where a step takes very long."""
+        return self.field_steps < 16
 
 
 SIZES = {
-    # What PRIVACY.md describes: 256 steps of 65,537 coordinates, 1e7 clip inputs, 8,000 attacks.
+    # What PRIVACY.md describes: 256 steps of 65,537 coordinates, 1e7 clip inputs, 8,000 attacks; and 2^21 + 5
+    # coordinates, which no counter of 16 or 20 bits reaches.
     "full": Size(256, ((128, 256), (32_768,), (1,)), ((40, 25), (1,), (2000,)), 67, 63, 80_000, 132, 512, 400,
-                 8, 1000),
+                 8, 1000, 2048, 2**21 + 5, 150),
     # A second on the CPU; sees what is wrong by 2 %.
     "small": Size(64, ((64, 128), (8192,), (1,)), ((20, 15), (1,), (700,)), 67, 63, 2000, 132, 128, 100,
-                  2, 1000),
+                  2, 1000, 768, 2**18 + 5, 100),
     # Triton's interpreter takes a fifth of a second for any step, and for each of its tensors.
-    "tiny": Size(8, ((64, 128), (8191,)), ((15, 23),), 5, 7, 600, 4, 64, 4, 1, 32),
+    "tiny": Size(8, ((64, 128), (8191,)), ((15, 23),), 5, 7, 600, 4, 64, 4, 1, 32, 40, 5000, 3),
 }   # fmt: skip
 
 
@@ -80,37 +91,62 @@ class Subject:
         *,
         noise: NoiseSource,
         keep: KeepMask | None = None,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | Sequence[float] = 1.0,
         noise_multiplier: float = 1.0,
         dtype: torch.dtype = torch.float64,
         loss_reduction: str = "sum",
         clipping: str = "flat",
+        held: str = "NaN",
+        given: str = "list",
     ) -> torch.Tensor:
-        """One step on parameters whose p.grad held NaN: what it released, times the batch size. float64 [D]
+        """One step: what it released, times the batch size; NaN where it wrote nothing. float64 [D]
 
-        batches: micro-batches of [n, *shape] per parameter. One is passed as grad_samples, several as lists in
-        p.grad_sample, as accumulated backward passes leave them.
+        batches: micro-batches of [n, *shape] per parameter. One is passed as `given` says (GIVEN), several as lists in
+        p.grad_sample, as accumulated backward passes leave them. dtype: of the parameters. held: see HELD.
         """
         shapes = [tuple(grad.shape[1:]) for grad in batches[0]]
         params = [torch.nn.Parameter(torch.zeros(s, dtype=dtype, device=self.device)) for s in shapes]
         for param in params:
-            param.grad = torch.full_like(param, math.nan)
+            param.grad = _held(param, held)
         placed = [[grad.to(self.device) for grad in batch] for batch in batches]
-        given: Any = None
-        if len(placed) == 1:
-            given = placed[0]
-        else:
-            for p, param in enumerate(params):
-                param.grad_sample = [batch[p] for batch in placed]  # type: ignore[attr-defined]
+        listed, handed = _handed(params, placed, given)
         try:
             self.step(
-                params, keep=keep, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
-                expected_batch_size=BATCH, noise=noise, grad_samples=given, loss_reduction=loss_reduction,
+                listed, keep=keep, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+                expected_batch_size=BATCH, noise=noise, grad_samples=handed, loss_reduction=loss_reduction,
                 clipping=clipping, backend=self.backend,
             )   # fmt: skip
-            return torch.cat([p.grad.detach().reshape(-1).cpu() for p in params if p.grad is not None]).double() * BATCH
         except Exception as error:
             raise StepError(f"{type(error).__name__}: {error}") from error
+        written = [torch.full_like(p, math.nan) if p.grad is None else p.grad for p in params]
+        return torch.cat([grad.detach().reshape(-1).cpu() for grad in written]).double() * BATCH
+
+
+def _held(param: torch.Tensor, held: str) -> torch.Tensor | None:
+    """p.grad before the step: NaN, where whatever is not written shows; None, as zero_grad leaves it; numbers, as the
+    step before left them; NaN in every other place of a buffer."""
+    assert held in HELD
+    if held == "none":
+        return None
+    if held == "strided":
+        return torch.full((*param.shape, 2), math.nan, dtype=param.dtype, device=param.device)[..., 0]
+    return torch.full_like(param, {"NaN": math.nan, "zeros": 0.0, "numbers": 3.0}[held])
+
+
+def _handed(params: list[torch.nn.Parameter], batches: list[list[torch.Tensor]], given: str) -> tuple[list[Any], Any]:
+    """The arguments params and grad_samples."""
+    assert given in GIVEN
+    if len(batches) > 1 or given in ("grad_sample", "grad_batch"):
+        for p, param in enumerate(params):
+            held = [batch[p] for batch in batches]
+            setattr(param, "grad_batch" if given == "grad_batch" else "grad_sample", held if len(held) > 1 else held[0])
+        return [*params], None
+    if given == "dict":   # in another order: the names say which is which
+        names = [f"layer.{p}" for p in range(len(params))]
+        return [*zip(names, params, strict=True)], dict(reversed([*zip(names, batches[0], strict=True)]))
+    if given == "strided list":   # samples last, as some convolutions leave them
+        return [*params], [grad.movedim(0, -1).contiguous().movedim(-1, 0) for grad in batches[0]]
+    return [*params], batches[0]
 
 
 def rows_of(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
