@@ -123,8 +123,8 @@ def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBat
             )
         if grad.shape[0] != batch[0].shape[0]:
             raise ValueError(
-                f"{name}: {grad.shape[0]} samples, but {names[0]} has {batch[0].shape[0]}; all parameters need the "
-                "same samples"
+                f"{name}: not as many samples as {names[0]} has; all parameters need the same samples (how many is "
+                "private, and not told here)"
             )
         if grad.dtype not in DTYPES or grad.layout != torch.strided:
             kind = grad.dtype if grad.layout == torch.strided else grad.layout

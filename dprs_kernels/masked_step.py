@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,27 +18,12 @@ from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.outer import Grad, OuterProducts
+from dprs_kernels.plan import StepRecord as StepRecord  # for hooks
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum
 
 STATE_KEY = "dprs_kernels"   # beside "state" and "param_groups" in a checkpoint; torch's loaders skip it
 SETTINGS = ("max_grad_norm", "noise_multiplier", "expected_batch_size", "loss_reduction", "clipping", "backend")
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One release, in public numbers: what a ledger needs."""
-
-    step: int                    # of the noise key; a step that failed after its claim leaves a gap
-    key_id: str
-    private: bool                # False: seeded noise, no noise, or no bound; no epsilon holds
-    noise_multiplier: float      # sigma, in units of max_grad_norm
-    max_grad_norm: float         # C, of all parameters together
-    expected_batch_size: float
-    sensitivity: float           # C and the rounding of the sum (plan.sensitivity)
-    drop_rate: float
-    kept: int                    # K coordinates
-    keep_digest: str
 
 
 class MaskedStep:
@@ -62,6 +45,10 @@ class MaskedStep:
         self._at = (0, 0)                       # epoch, tick
         self._drawn: tuple[Any, KeepMask] | None = None
         self._used: Any = WeakTensorKeyDictionary()   # gradients that went into any sum -> their version
+        self._lost: set[tuple[str, int]] = set()      # (key_id, step) claimed for a release that failed
+        self._resumed: tuple[str, int] | None = None  # (key_id, step) that a loaded state goes on with
+        self._watch: Callable[[], int] | None = None  # batches drawn so far, of an attached ledger's sampler
+        self._opened = 0                              # as many when the open sum got its first samples
 
     def set_epoch(self, epoch: int, tick: int = 0) -> None:
         """Puts the mask of (epoch, tick) in force: drop rate schedule(epoch, tick), drawn from the public seed. Epoch
@@ -113,6 +100,7 @@ class MaskedStep:
             if self.schedule is not None:
                 self.schedule(ours["epoch"], ours["tick"])
             self.noise.load_state_dict(ours["noise"])
+            self._resumed = self.noise.key_id, self.noise.step
             self._at = ours["epoch"], ours["tick"]
         self.original_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
 
@@ -148,12 +136,19 @@ class MaskedStep:
         return [list(parts) for parts in zip(*batches, strict=True)]
 
     def _add(self, total: PrivateSum, grads: list[list[Grad]]) -> None:
+        self._open()
         with self._all_or_nothing(total, grads):
             self._total = total
             total.add(grads)
 
+    def _open(self) -> None:
+        """Notes how many batches were drawn before the first samples of a logical batch."""
+        if self._total is None and self._watch is not None:
+            self._opened = self._watch()
+
     def _release(self, total: PrivateSum, grads: list[list[Grad]] | None = None) -> StepRecord:
         """Adds what is given, then noise, once; writes p.grad. The sum is closed whatever happens."""
+        self._open()
         with self._all_or_nothing(total, grads or []):
             if grads is None:
                 total.release()
@@ -163,15 +158,7 @@ class MaskedStep:
         for param in self._params():
             if not param.requires_grad:
                 param.grad = None   # frozen after backward: its gradient is raw
-        plan, keep = total.plan, total.keep
-        assert keep is not None
-        return StepRecord(
-            step=self.noise.step - 1, key_id=self.noise.key_id,   # after the claim: a forked child re-keys in it
-            private=self.noise.private and plan.noise_std > 0 and math.isfinite(plan.max_grad_norm),
-            noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm,
-            expected_batch_size=plan.expected_batch_size, sensitivity=plan.sensitivity(keep.count),
-            drop_rate=keep.drop_rate, kept=keep.count, keep_digest=keep.digest(),
-        )   # fmt: skip
+        return total.record()   # of the noise that it took, whatever self.noise is by now
 
     @contextmanager
     def _all_or_nothing(self, total: PrivateSum, grads: list[list[Grad]]) -> Iterator[None]:
@@ -182,10 +169,16 @@ class MaskedStep:
         try:
             yield
         except BaseException:
-            self._total = None
-            for param in total.params:
-                param.grad = None
+            self._give_up(total)
             raise
+
+    def _give_up(self, total: PrivateSum) -> None:
+        """No record, no use. A step that was claimed and released nothing is noted: a ledger can explain the gap."""
+        self._total = None
+        for param in total.params:
+            param.grad = None
+        if total.claimed is not None:
+            self._lost.add(total.claimed)
 
     def _refuse_if_open(self, name: str, reason: str) -> None:
         if self._total is not None:

@@ -134,10 +134,16 @@ class RSDPOpacusOptimizer(MaskedStep, DPOptimizer):   # type: ignore[misc]   # o
         """Releases the sum: p.grad, with noise, divided by the expected batch size."""
         if self._total is None:
             raise ValueError("add_noise: nothing was accumulated; noise is added once per clip_and_accumulate")
-        record = self._release(self._begin(self._opacus_settings()))
-        self.last_record = dataclasses.replace(
-            record, noise_multiplier=float(self.noise_multiplier), max_grad_norm=float(self.max_grad_norm)
-        )
+        total = self._begin(self._opacus_settings())
+        try:
+            record, bound = self._release(total), float(self.max_grad_norm)
+            self.last_record = dataclasses.replace(   # in Opacus's numbers: rounding is inside the bound (_to_core)
+                record, noise_multiplier=float(self.noise_multiplier), max_grad_norm=bound,
+                sensitivity=max(record.sensitivity, bound),
+            )   # fmt: skip
+        except BaseException:
+            self._give_up(total)
+            raise
         self._steps += 1
 
     def scale_grad(self) -> None:

@@ -87,7 +87,8 @@ class RSDPOptimizer(MaskedStep, Optimizer):
 
     def accumulate(self, grad_samples: Any = None) -> None:
         """Adds a micro-batch to the logical batch: grad_samples as in fused_rs_dp_step, or p.grad_sample /
-        p.grad_batch, which are consumed."""
+        p.grad_batch, which are consumed. Micro-batches are parts of one draw of a sampler, each sample once: several
+        draws in one step are more than one step's epsilon, and an attached ledger refuses them."""
         total = self._sum()
         self._add(total, self._gradients(total, grad_samples))
 
@@ -97,19 +98,25 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         """In the place of loss.backward(): per-sample gradients through `source` (per_sample(model), ...), added to the
         logical batch a micro-batch at a time, in memory for one. An empty batch is an ordinary one.
 
-        loss_fn(outputs, y): a mean or a sum over samples. The optimizer's loss_reduction must be the source's.
+        loss_fn(outputs, y): a mean or a sum over samples; either way rows are each sample's own gradient, so that the
+        optimizer's loss_reduction must be "sum". All or nothing: after an error the open logical batch is given up,
+        since a retry would count the samples before it twice.
         """
+        if self.loss_reduction != "sum":
+            raise ValueError(
+                f"loss_reduction: got {self.loss_reduction!r}; backward makes each sample's own gradient, whatever the "
+                "loss's reduction is, and needs loss_reduction='sum', the default"
+            )
         names, stream = self._names_in(source), self._stream
         if stream is None or stream.source is not source or max_physical_batch_size not in (None, stream.micro_batch):
             stream = self._stream = Stream(source, max_physical_batch_size=max_physical_batch_size)
-        for grads in stream(loss_fn, x, y):
-            if source.loss_reduction != self.loss_reduction:
-                raise ValueError(
-                    f"loss_reduction: got {self.loss_reduction!r}, but the source's gradients are those of a "
-                    f"{source.loss_reduction!r}; construct with loss_reduction={source.loss_reduction!r}"
-                )
-            self.accumulate([grads[name] for name in names])
-            del grads   # before the next are made: memory for one micro-batch
+        try:
+            for grads in stream(loss_fn, x, y):
+                self.accumulate([grads[name] for name in names])
+                del grads   # before the next are made: memory for one micro-batch
+        except BaseException:
+            self.discard()
+            raise
 
     def accumulate_empty(self) -> None:
         """A batch that Poisson sampling left empty: step() then releases full noise, and it counts as a step."""
@@ -128,14 +135,13 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         total, grads = self._sum(), None
         if grad_samples is not None or self._total is None or any(map(_holds_samples, total.params)):
             grads = self._gradients(total, grad_samples)
-        record = self._release(total, grads)
         try:
+            record = self._release(total, grads)
             with ExitStack() as hooks:   # every hook runs, whatever another does: a ledger must not miss a release
                 for hook in reversed(self._hooks):
                     hooks.callback(hook, self, record)
         except BaseException:
-            for param in total.params:
-                param.grad = None   # no record, no use
+            self._give_up(total)
             raise
         self.original_optimizer.step()
         return loss

@@ -57,6 +57,22 @@ class StepPlan:
         return self.max_grad_norm + math.sqrt(kept) * (self.grid + self.unit)
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """One release, in public numbers: what a ledger needs. PrivateSum.record makes it; step hooks get it."""
+
+    step: int                    # of the noise key; a step that failed after its claim leaves a gap; -1: captured
+    key_id: str
+    private: bool                # False: seeded noise, no noise, or no bound; no epsilon holds
+    noise_multiplier: float      # sigma, in units of max_grad_norm
+    max_grad_norm: float         # C, of all parameters together
+    expected_batch_size: float
+    sensitivity: float           # C and the rounding of the sum (plan.sensitivity)
+    drop_rate: float
+    kept: int                    # K coordinates
+    keep_digest: str
+
+
 def make_plan(
     layout: Layout,
     *,

@@ -9,6 +9,7 @@ Misuse raises here, before anything is written. reference.py is the specificatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource, Stream
 from dprs_kernels.outer import OuterProducts
-from dprs_kernels.plan import StepPlan, make_plan
+from dprs_kernels.plan import StepPlan, StepRecord, make_plan
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -105,13 +108,15 @@ class PrivateSum:
         self._total: torch.Tensor | None = None
         self._captured = False
         self._released = False
+        self._claimed: tuple[str, int, bool] | None = None   # key id, step, private: of the noise that it took
+        self._written = False
         self._frozen = True
 
     @torch.no_grad()
     def add(self, grad_samples: Any = None) -> None:
         """Adds one micro-batch [N, *shape] per parameter; N = 0 is an ordinary micro-batch."""
         self._check_open("add")
-        batches, sources = inputs.micro_batches(self.names, self.params, grad_samples)
+        batches, sources = self._micro_batches(grad_samples)
         for batch in batches:
             self._used.add(self.names, batch)
         for batch in batches:
@@ -133,13 +138,13 @@ class PrivateSum:
         self._check_open("release")
         stream = self._close()
         self._backend.release(outs, self._sum(), self._bits(), self.plan, stream.key, stream.step)
-        self.__dict__["_total"] = None
+        self.__dict__.update(_total=None, _written=True)
 
     @torch.no_grad()
     def step(self, grad_samples: Any = None) -> None:
         """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one."""
         fused = getattr(self._backend, "step_", None)
-        batches, sources = inputs.micro_batches(self.names, self.params, grad_samples)
+        batches, sources = self._micro_batches(grad_samples)
         if fused is None or len(batches) != 1 or self._total is not None:
             self.add(grad_samples)
             self.release()
@@ -151,9 +156,40 @@ class PrivateSum:
         if self._diagnostics is not None:
             self._diagnostics._update(norms, self.plan)
         inputs.consume(self.params, sources)
-        self.__dict__["_total"] = None
+        self.__dict__.update(_total=None, _written=True)
         for param, out in zip(self.params, outs, strict=True):
             param.grad = out
+
+    def record(self) -> StepRecord:
+        """The release, for Ledger.append in a loop of your own, before p.grad is used. None before release, and
+        none after one that failed."""
+        if not self._written or self._claimed is None:
+            raise ValueError("record: nothing was released; call release() first, and append the record after it")
+        (key_id, step, private), plan = self._claimed, self.plan
+        keep = KeepMask.full(self.params) if self.keep is None else self.keep
+        return StepRecord(
+            step=step, key_id=key_id, private=private and plan.noise_std > 0 and math.isfinite(plan.max_grad_norm),
+            noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm,
+            expected_batch_size=plan.expected_batch_size, sensitivity=plan.sensitivity(keep.count),
+            drop_rate=keep.drop_rate, kept=keep.count, keep_digest=keep.digest(),
+        )   # fmt: skip
+
+    @property
+    def claimed(self) -> tuple[str, int] | None:
+        """(key_id, step) of the noise that it took, once it did: by a release, also by one that failed."""
+        return None if self._claimed is None else self._claimed[:2]
+
+    def _micro_batches(self, grad_samples: Any) -> tuple[list[inputs.MicroBatch], list[str]]:
+        batches, sources = inputs.micro_batches(self.names, self.params, grad_samples)
+        for name, grad in ((n, g) for batch in batches for n, g in zip(self.names, batch, strict=True)):
+            if self.plan.loss_reduction == "mean" and grad.dtype in HALVES:
+                # g_i/n is rounded differently for n and n - 1: at n = 3000 one sample moved a bf16 sum by 15.6 C.
+                raise ValueError(
+                    f"loss_reduction: got 'mean' with gradients of {grad.dtype} for {name}: rounded after the division "
+                    "by n, every sample's gradient moves when n changes by one, and no bound holds; make the gradients "
+                    "of the sum of losses, with loss_reduction='sum'"
+                )
+        return batches, sources
 
     def _taken(self, batch: inputs.MicroBatch) -> inputs.MicroBatch:
         """As the backend takes it: outer products are stored for one that does not make them itself."""
@@ -164,7 +200,10 @@ class PrivateSum:
     def _close(self) -> Stream:
         """No second release, whatever happens next: the sum closes before noise is made."""
         self.__dict__["_released"] = True
-        return self.noise.claim(self.params[0].device)
+        stream = self.noise.claim(self.params[0].device)
+        # After the claim: a forked child re-keys in it.
+        self.__dict__["_claimed"] = self.noise.key_id, stream.step, self.noise.private
+        return stream
 
     def _sum(self) -> torch.Tensor:
         if self._total is None:
@@ -235,7 +274,8 @@ def fused_rs_dp_step(
     grad_samples: [N, *shape] per parameter, a list or a name -> tensor dict. Without it p.grad_sample or
         p.grad_batch is taken and consumed (set to None).
     loss_reduction: "mean" if each gradient was divided by the N of its micro-batch (BackPACK and plain autograd
-        under a mean loss); "sum" otherwise, also for Opacus, which undoes the mean itself.
+        under a mean loss); "sum" otherwise, also for Opacus, which undoes the mean itself. "mean" is refused for
+        16-bit gradients, and costs a little in fp32 (privacy/SECURITY.md): prefer a sum of losses.
     clipping: "flat", "per_layer", or "automatic" (scale by C/(n + 0.01)).
     backend: "auto", "reference", "cpu" or "triton".
     grad_scaler: a torch GradScaler in use, so that it can be refused.

@@ -123,6 +123,7 @@ def test_ledger_without_adjacency(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"--batch": "nan"}, "--batch: got nan"),
         ({"--epochs": "0"}, "--epochs: got 0; expected a positive number"),
         ({"--delta": "1"}, "--delta: got 1; expected a number in (0, 1)"),
+        ({"--delta": "0.001"}, "--delta: got 0.001; expected a number below 1 / samples = 0.001: at that delta a mech"),
         ({"--sigma": "-1"}, "noise_multiplier: got -1.0; expected a finite number of at least 0"),
     ],
 )
@@ -132,6 +133,23 @@ def test_wrong_numbers(capsys: pytest.CaptureFixture[str], change: dict[str, str
     captured = capsys.readouterr()
     assert captured.err.startswith(f"dprs_kernels: {message}")
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(("delta", "warned"), [("1e-3", True), ("2e-2", True), ("9e-4", False)])
+def test_a_large_delta_for_a_ledger_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], delta: str, warned: bool
+) -> None:
+    """The ledger tells the size of the data as expected batch size over q: 50 / 0.05."""
+    filled(tmp_path / "run", steps=2)
+    assert main(["account", "ledger", str(tmp_path / "run"), "--delta", delta]) == 0
+    assert ("WARNING     delta" in capsys.readouterr().out) is warned
+
+
+def test_prv_says_where_it_ends_and_the_others_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["account", "epsilon", "--sigma", "0.5", *DATA, "--epochs", "1000"]) == 0
+    output = capsys.readouterr().out
+    assert answers(output).keys() == {"rdp", "pld"}
+    assert re.search(r"^prv +no answer: accountant: 'prv' does not end at large epsilons", output, re.MULTILINE)
 
 
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import make_plan
 from dprs_kernels.privacy import accountants, accounting
-from dprs_kernels.privacy.accounting import affordable_steps, calibrate, composed_epsilon, epsilon
+from dprs_kernels.privacy.accounting import affordable_steps, calibrate, composed_epsilon, cut_tail, epsilon
 
 pytest.importorskip("opacus")
 RUN: dict[str, Any] = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "delta": 1e-5}
@@ -49,7 +49,9 @@ def test_agrees_with_opacus_fed_step_by_step() -> None:
     for _ in range(300):
         accountant.step(noise_multiplier=1.3, sample_rate=0.05)
     got = epsilon(noise_multiplier=1.3, sample_rate=0.05, steps=300, delta=1e-6)
-    assert got == accountant.get_epsilon(delta=1e-6) > 0
+    assert got == pytest.approx(accountant.get_epsilon(delta=1e-6), rel=1e-6)
+    left = 1e-6 - 300 * cut_tail(1.3)
+    assert got == accountant.get_epsilon(delta=left) > accountant.get_epsilon(delta=1e-6) > 0
 
 
 @pytest.mark.usefixtures("uncached")
@@ -373,9 +375,59 @@ def test_huge_epsilons_are_answered() -> None:
         assert 5 < epsilon(**run, accountant="pld") <= epsilon(**run)
 
 
-def test_prv_says_where_it_fails() -> None:
-    with pytest.raises(ValueError, match=r"^accountant: 'prv' fails at delta=1e-05 on q=0.01, sigma=0.001, T=10 .*use"):
-        epsilon(noise_multiplier=1e-3, sample_rate=0.01, steps=10, delta=1e-5, accountant="prv")
+def test_prv_says_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its convolution raises, and where it would not end: epsilon is about 2000 in the second."""
+    import opacus.accountants
+
+    with pytest.raises(accountants.TooLarge, match=r"^accountant: 'prv' does not end .*sigma=0.752, T=2425\)"):
+        epsilon(noise_multiplier=0.752, sample_rate=1.0, steps=2425, delta=1e-5, accountant="prv")
+    monkeypatch.setattr(opacus.accountants.PRVAccountant, "get_epsilon", lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match=r"^accountant: 'prv' fails at delta=1e-05 on q=0.01, sigma=1.7, T=11 "):
+        epsilon(noise_multiplier=1.7, sample_rate=0.01, steps=11, delta=1e-5, accountant="prv")
+
+
+def test_searches_by_prv_go_round_what_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accountants, "_prv", accountants._rdp)   # for the time that it takes: seconds each
+    run: dict[str, Any] = {"sample_rate": 1.0, "accountant": "prv"}
+    sigma = calibrate(target_epsilon=30.0, target_delta=1e-5, steps=1000, **run)   # looks at sigma 1: epsilon 640
+    assert epsilon(noise_multiplier=sigma, delta=1e-5, steps=1000, **run) <= 30.0
+    steps = affordable_steps(noise_multiplier=3.0, target_epsilon=30.0, target_delta=1e-5, **run)
+    assert epsilon(noise_multiplier=3.0, steps=steps, delta=1e-5, **run) <= 30.0
+
+
+def least_shift_tail(sigma: float) -> float:
+    """What one coordinate alone gives away: the noise is at most R, and the sample moves it by 1/sigma."""
+    return 0.5 * math.erfc((accounting.RADIUS - 1 / sigma) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("sigma", [0.12, 0.15, 0.2, 0.3, 0.5])
+def test_the_cut_tail_is_above_what_one_coordinate_gives_away(sigma: float) -> None:
+    assert least_shift_tail(sigma) < cut_tail(sigma) < 40 * least_shift_tail(sigma)
+    assert cut_tail(sigma, adjacency="replace_one") >= min(2 * cut_tail(sigma), 1)
+
+
+@pytest.mark.parametrize("split", [1, 2, 16, 1024])
+@pytest.mark.parametrize("s", [0.5, 1.0, 2.0, 4.0])
+def test_the_cut_tail_holds_however_the_sample_spreads(s: float, split: int) -> None:
+    """Exactly, by integration over the disc: P(|z| <= R, |z + s_p| > R) of a pair, for s over `split` pairs."""
+    each, radius = s / math.sqrt(split), accounting.RADIUS
+    y = np.linspace(-radius, radius, 4001)
+    edge = np.sqrt(np.maximum(radius**2 - y**2, 0))   # x in (edge - each, edge] leaves the disc
+    low = np.maximum(edge - each, -edge)
+    mass = [0.5 * (math.erfc(a / math.sqrt(2)) - math.erfc(b / math.sqrt(2))) for a, b in zip(low, edge, strict=True)]
+    density = np.exp(-(y**2) / 2) / math.sqrt(2 * math.pi)
+    left = split * float((np.array(mass) * density).sum() * (y[1] - y[0]))
+    assert 0 < left <= cut_tail(1 / s)
+
+
+def test_nothing_is_left_of_delta_where_the_tail_is_cut() -> None:
+    """sigma = 0.2, q = 1: one value in 200,000 is impossible without the sample, so no epsilon at delta 1e-6."""
+    run: dict[str, Any] = {"noise_multiplier": 0.2, "sample_rate": 1.0, "steps": 1}
+    for accountant in ("rdp", "prv", "pld"):
+        assert epsilon(**run, delta=1e-6, accountant=accountant) == math.inf
+    assert epsilon(**run, delta=1e-3) < math.inf
+    assert epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-12) == math.inf
+    assert epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-9) < 5
 
 
 def test_affordable_steps() -> None:
@@ -427,4 +479,4 @@ def test_missing_dp_accounting_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 def test_examples_in_docstrings_run() -> None:
     result = doctest.testmod(accounting)
     assert result.failed == 0
-    assert result.attempted == 4
+    assert result.attempted == 5

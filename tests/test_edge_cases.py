@@ -129,6 +129,15 @@ MISUSE = {
 }
 
 
+def test_an_error_does_not_tell_the_batch_size():
+    """How many samples a Poisson batch has is private; errors end up in logs."""
+    params = [torch.zeros(3), torch.zeros(2)]
+    with pytest.raises(ValueError, match=r"^params\[1\]: not as many samples as params\[0\] has") as raised:
+        fused_rs_dp_step(params, grad_samples=[torch.zeros(4177, 3), torch.zeros(4176, 2)], noise=NoiseSource(),
+                         **vars(Setting()))   # fmt: skip
+    assert "417" not in str(raised.value)
+
+
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_raises_before_anything_is_written(case):
     change, message = MISUSE[case]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dprs_kernels import KeepMask, NoiseSource
+from dprs_kernels import KeepMask, NoiseSource, PrivateSum
 from dprs_kernels.grads.arena import Arena
-from dprs_kernels.grads.engine import StreamingEngine, micro_batch_size
+from dprs_kernels.grads.engine import Stream, StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.outer import OuterProducts
 from tests.test_hooks import agree
@@ -81,10 +81,6 @@ def test_only_one_micro_batch_is_in_memory():
     class Watched:
         def __init__(self, source):
             self.source, self.params = source, source.params
-
-        @property
-        def loss_reduction(self):
-            return self.source.loss_reduction
 
         def grads(self, loss_fn, x, y):
             assert all(reference() is None for reference in alive)
@@ -156,6 +152,22 @@ def test_an_arena_is_written_again_and_two_uses_are_added():
         assert isinstance(found["4.weight"], OuterProducts)
 
 
+class Fails(nn.Module):
+    """failing: (error, k): the k-th forward of a pass raises it, once."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.failing = layer, None
+
+    def forward(self, x):
+        if self.failing is not None and torch.is_grad_enabled():
+            error, left = self.failing
+            self.failing = None if left == 1 else (error, left - 1)
+            if left == 1:
+                raise error("out of memory")
+        return self.layer(x)
+
+
 class TestEngine:
     """Streaming: any split gives the same p.grad, and memory for one micro-batch."""
 
@@ -195,13 +207,65 @@ class TestEngine:
         engine.accumulate(nn.MSELoss(), torch.ones(3, 3), torch.ones(3, 2))
         with pytest.raises(ValueError, match="keep: fixed while samples are accumulated"):
             engine.keep = None
-        with pytest.raises(ValueError, match="another reduction"):
-            engine.accumulate(nn.MSELoss(reduction="sum"), torch.ones(3, 3), torch.ones(3, 2))
+        engine.accumulate(nn.MSELoss(reduction="sum"), torch.ones(3, 3), torch.ones(3, 2))   # own gradients too
         engine.release()
         with pytest.raises(ValueError, match="keep: made for parameters of other shapes"):
             engine.keep = KeepMask.full([(5,)])
 
+    def test_a_failed_pass_is_given_up_whole(self):
+        """Run again, it counts every sample once: one large gradient gives a release of norm C, not 2 C."""
+        layer = nn.Linear(4, 1, bias=False)
+        model = Fails(layer)
+        x, y = torch.zeros(6, 4), torch.full((6, 1), -1e3)
+        x[0, 0] = 1e3
+        engine = StreamingEngine(per_sample(model), max_grad_norm=1.0, noise_multiplier=1e-6, expected_batch_size=1,
+                                 noise=NoiseSource(), max_physical_batch_size=3)   # fmt: skip
+        given = nn.MSELoss(reduction="sum"), x, y
+        for error in (RuntimeError, KeyboardInterrupt):
+            model.failing = error, 2   # in the second micro-batch
+            with pytest.raises(error):
+                engine.step(*given)
+            with pytest.raises(ValueError, match="release: nothing was accumulated"):
+                engine.release()
+        engine.step(*given)
+        assert float(layer.weight.grad.norm()) == pytest.approx(1.0, abs=1e-3)
+        engine.accumulate(*given)
+        engine.discard()
+        engine.keep = None   # nothing is open
+        engine.step(*given)
+        assert float(layer.weight.grad.norm()) == pytest.approx(1.0, abs=1e-3)
+
+    def test_after_a_failed_release_nothing_is_left_to_release(self, monkeypatch):
+        model = nn.Linear(3, 2)
+        engine = StreamingEngine(per_sample(model), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4,
+                                 noise=NoiseSource())   # fmt: skip
+        engine.accumulate(nn.MSELoss(), torch.ones(3, 3), torch.ones(3, 2))
+
+        def failing(self):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PrivateSum, "release", failing)
+            with pytest.raises(KeyboardInterrupt):
+                engine.release()
+        with pytest.raises(ValueError, match="release: nothing was accumulated"):
+            engine.release()
+
+    def test_a_mask_that_is_refused_is_not_in_force(self):
+        engine = StreamingEngine(per_sample(nn.Linear(3, 2)), max_grad_norm=1.0, noise_multiplier=1.0,
+                                 expected_batch_size=4, noise=NoiseSource())   # fmt: skip
+        engine.keep = keep = KeepMask.draw(engine.params, drop_rate=0.5, seed=0, draw=0)
+        with pytest.raises(ValueError, match="keep: made for parameters of other shapes"):
+            engine.keep = KeepMask.full([(5,)])
+        assert engine.keep is keep
+        engine.step(nn.MSELoss(), torch.ones(3, 3), torch.ones(3, 2))
+
+    def test_a_micro_batch_is_gone_when_the_next_is_asked_for(self):
+        stream = Stream(per_sample(nn.Conv1d(1, 2, 3)), max_physical_batch_size=2)
+        kept = list(stream(nn.MSELoss(), torch.randn(4, 1, 5), torch.zeros(4, 2, 3)))
+        assert kept == [{}, {}]   # their memory was written again
+
     def test_the_micro_batch_follows_from_the_size_of_a_row(self):
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 16
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 256
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 12
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 320
         assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1

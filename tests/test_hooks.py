@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from dprs_kernels.grads.hooks import per_sample
 
 
-def truth(model, loss_fn, x, y, reduction):
-    """name -> [n, *shape], by n backward passes; over n under a mean loss."""
+def truth(model, loss_fn, x, y):
+    """name -> [n, *shape], by n backward passes."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inputs = x if isinstance(x, tuple) else (x,)
     n = inputs[0].shape[0]
@@ -22,7 +22,7 @@ def truth(model, loss_fn, x, y, reduction):
         loss = loss_fn(model(*(part[i : i + 1] for part in inputs)), y[i : i + 1])
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         for (name, p), grad in zip(params.items(), grads, strict=True):
-            rows[name].append(torch.zeros_like(p) if grad is None else grad / (n if reduction == "mean" else 1))
+            rows[name].append(torch.zeros_like(p) if grad is None else grad)
     return {name: torch.stack(row) for name, row in rows.items()}
 
 
@@ -42,7 +42,7 @@ def agree(model, x, seed=0, reduction="mean", dtype=torch.float64):
         return each.mean() if reduction == "mean" else each.sum()
 
     keys, before = list(model.state_dict()), copy.deepcopy(model.state_dict())
-    expected = truth(model, loss_fn, x, y, reduction)
+    expected = truth(model, loss_fn, x, y)
     with per_sample(model, loss_reduction=reduction) as source:
         for _ in range(2):   # twice: nothing is left over
             grads = source.grads(loss_of, x, y)
@@ -238,7 +238,7 @@ def test_a_layer_that_mixes_samples_is_named():
         def forward(self, x):
             return self.layer(x[:2])
 
-    with pytest.raises(ValueError, match="expected 4 samples, batch first"):
+    with pytest.raises(ValueError, match="layer: no input of this layer has the batch dimension"):
         per_sample(Mix()).grads(nn.MSELoss(), torch.randn(4, 4), torch.zeros(4, 2))
 
 

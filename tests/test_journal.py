@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -315,6 +316,31 @@ def test_a_failed_append_closes_the_journal_and_the_line_counts(
     assert journal.count == 1
     journal.close()
     assert values(Journal(path)) == [0, 1]   # begun: the slot was written
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_an_interrupt_after_the_sync_leaves_the_journal_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_file: bool
+) -> None:
+    """The line is there and the count is not: going on would chain the next one to the wrong line."""
+    book = Journal(tmp_path / "l" if in_file else None)
+    book.append({"a": 1})
+
+    class Interrupted(Journal):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "count":
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    book.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        book.append({"a": 2})
+    book.__class__ = Journal
+    with pytest.raises(ValueError, match="nothing can be appended, an earlier append failed or was interrupted"):
+        book.append({"a": 3})
+    if in_file:
+        book.close()
+        assert [line["a"] for line in Journal(tmp_path / "l").contents()] == [1, 2]
 
 
 def test_too_long_a_line(tmp_path: Path) -> None:

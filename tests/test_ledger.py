@@ -105,7 +105,10 @@ def test_records_come_back_whole() -> None:
         ({"private": False}, {}, r"^ledger: 3 of 3 steps were taken with seeded noise, .* no epsilon holds; use Noise"),
         ({"noise_multiplier": 0.0, "private": False}, {}, r"without noise \(noise_multiplier = 0\): no epsilon holds"),
         ({"noise_multiplier": 0.0}, {}, r"without noise"),
-        ({"max_grad_norm": math.inf}, {}, r"without a bound \(max_grad_norm = inf\): .*; use a finite max_grad_norm"),
+        (
+            {"max_grad_norm": math.inf, "sensitivity": math.inf}, {},
+            r"without a bound \(max_grad_norm = inf\): .*; use a finite max_grad_norm",
+        ),
         ({}, {"sampler": "unknown", "sample_rate": None}, r"^sampler: 3 steps drew from 'unknown', which no acc"),
         ({}, {"sampler": "poisson_seeded_for_tests"}, r"drew from 'poisson_seeded_for_tests'"),
         ({}, {"sampler": "shuffled_partition_nominal"}, r"^sampler: 3 steps drew shuffled partitions, .*amplificat"),
@@ -133,12 +136,31 @@ def test_without_amplification() -> None:
     """q = 1. A shuffled partition is charged for a substitution: one sample less moves another into its place."""
     poisson = filled(20, noise_multiplier=8.0).epsilon(DELTA, amplification=False)
     assert poisson == epsilon(noise_multiplier=8.0, sample_rate=1.0, steps=20, delta=DELTA)
-    for name in ("shuffled_partition_nominal", "unknown"):
-        shuffled = filled(20, noise_multiplier=8.0, run={**POISSON, "sampler": name})
-        expected = epsilon(noise_multiplier=4.0, sample_rate=1.0, steps=20, delta=DELTA)
-        assert shuffled.epsilon(DELTA, amplification=False) == expected > poisson
-    replaced = filled(20, noise_multiplier=8.0, run={**POISSON, "adjacency": "replace_one"})
-    assert replaced.epsilon(DELTA, amplification=False) == expected
+    expected = epsilon(noise_multiplier=4.0, sample_rate=1.0, steps=20, delta=DELTA)
+    for change in (
+        {"sampler": "shuffled_partition_nominal"}, {"adjacency": "replace_one"},
+        {"sampler": "mine", "adjacency": "replace_one"},
+        {"sampler": "shuffled_partition_nominal", "adjacency": "replace_one"},
+    ):   # fmt: skip
+        ledger = filled(20, noise_multiplier=8.0, run={**POISSON, **change})
+        assert ledger.epsilon(DELTA, amplification=False) == expected > poisson
+
+
+@pytest.mark.parametrize("name", ["unknown", "mine"])
+def test_without_amplification_an_order_that_may_be_known_has_no_add_remove(name: str) -> None:
+    """One sample less may move every other one to another batch: 40 C in one sum where 2 C were charged."""
+    ledger = filled(3, run={**POISSON, "sampler": name})
+    with pytest.raises(ValueError, match=rf"drew from '{name}', .*adjacency='replace_one' and ask for epsilon"):
+        ledger.epsilon(DELTA, amplification=False)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("kind", ["poisson", "shuffled_partition_nominal", "mine"])
+def test_seeded_samplers_have_no_epsilon_in_any_way(kind: str, adjacency: str) -> None:
+    ledger = filled(3, run={"sampler": f"{kind}_seeded_for_tests", "sample_rate": 0.01, "adjacency": adjacency})
+    for options in ({}, {"amplification": False}, {"nominal_as_poisson": True}):
+        with pytest.raises(ValueError, match=rf"^sampler: 3 steps drew from '{kind}_seeded_for_tests': who knows the"):
+            ledger.epsilon(DELTA, **options)
 
 
 def test_the_papers_convention_has_to_be_asked_for() -> None:
@@ -170,9 +192,48 @@ def test_noise_is_not_charged_twice() -> None:
         with pytest.raises(ValueError, match=rf"^record: step {step} of noise key 00ff.* the same noise would"):
             ledger.append(replace(RECORD, step=step), **POISSON)
     assert ledger.steps == 3
-    ledger.append(replace(RECORD, step=7), **POISSON)   # a gap: steps that failed after their claim
+    ledger.append(replace(RECORD, step=7), **POISSON, skipped_steps=4)   # steps that failed after their claim
     ledger.append(replace(RECORD, step=0, key_id="another"), **POISSON)
-    assert ledger.epsilon(DELTA) > 0
+    assert ledger.epsilon(DELTA) == filled(5).epsilon(DELTA)
+
+
+def test_steps_without_a_line_are_refused_or_charged(tmp_path: Path) -> None:
+    """A key's steps 0, 1, 2, then 5: two releases may be out in the world. Also from the file alone."""
+    ledger = filled(3, ledger=Ledger(tmp_path / "l"))
+    ledger.append(replace(RECORD, step=5, noise_multiplier=0.9), **{**POISSON, "sample_rate": 0.02})
+    expected = composed_epsilon([(1.0, 0.01, 3), (0.9, 0.02, 3)], delta=DELTA)   # as the costliest
+    for one in (ledger, Ledger.read(tmp_path / "l")):
+        with pytest.raises(ValueError, match=r"^ledger: 2 steps of its noise keys have no line: .*uncharged_steps=2\)"):
+            one.epsilon(DELTA)
+        with pytest.raises(ValueError, match="2 steps of its noise keys"):
+            one.epsilon(DELTA, uncharged_steps=1)
+        assert one.epsilon(DELTA, uncharged_steps=2) == expected
+    late = Ledger()
+    late.append(replace(RECORD, step=4), **POISSON)   # a key that does not begin at 0
+    with pytest.raises(ValueError, match=r"^ledger: 4 steps of its noise keys have no line"):
+        late.epsilon(DELTA)
+    for name in ("uncharged_steps", "unused_draws"):
+        for wrong in (-1, 1.0, True):
+            with pytest.raises(ValueError, match=rf"^{name}: got {wrong}; expected an integer of at least 0"):
+                ledger.epsilon(DELTA, **{name: wrong})
+
+
+def test_skipped_steps_lie_between_charged_ones() -> None:
+    ledger = filled(3)
+    with pytest.raises(ValueError, match=r"^skipped_steps: got 3; expected at most 2, the steps between"):
+        ledger.append(replace(RECORD, step=5), **POISSON, skipped_steps=3)
+    with pytest.raises(ValueError, match=r"^unused_draws: got -1; expected"):
+        ledger.append(replace(RECORD, step=3), **POISSON, unused_draws=-1)
+    assert ledger.steps == 3
+
+
+def test_draws_without_a_step_have_to_be_explained(tmp_path: Path) -> None:
+    ledger = filled(3, ledger=Ledger(tmp_path / "l"))
+    ledger.append(replace(RECORD, step=3), **POISSON, unused_draws=2)
+    for one in (ledger, Ledger.read(tmp_path / "l")):
+        with pytest.raises(ValueError, match=r"^ledger: 2 batches were drawn and have no step .*unused_draws=2\)"):
+            one.epsilon(DELTA)
+        assert one.epsilon(DELTA, unused_draws=2) == filled(4).epsilon(DELTA)
 
 
 def test_seeded_noise_may_be_replayed() -> None:
@@ -185,7 +246,7 @@ def test_seeded_noise_may_be_replayed() -> None:
 
 def test_a_file_with_repeated_noise_gives_no_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = filled(2, ledger=Ledger(tmp_path / "l"))
-    ledger._newest.clear()   # as if written by other code
+    ledger._history.newest.clear()   # as if written by other code
     ledger.append(replace(RECORD, step=1), **POISSON)
     read = Ledger.read(tmp_path / "l")
     assert len(list(read.records())) == 3
@@ -210,6 +271,23 @@ def test_append_refuses(change: dict[str, Any], message: str) -> None:
     ledger = Ledger()
     with pytest.raises(ValueError, match=message):
         ledger.append(RECORD, **{**POISSON, **change})
+    assert ledger.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sensitivity": 0.0}, r"^record: sensitivity is 0.0; expected at least max_grad_norm = 0.5"),
+        ({"sensitivity": 0.49}, r"^record: sensitivity is 0.49; expected"),
+        ({"sensitivity": -1.0, "noise_multiplier": -1.0}, r"^record: noise_multiplier is -1.0; expected a finite"),
+        ({"sensitivity": math.nan}, r"^record: sensitivity is nan"),
+        ({"max_grad_norm": 0.0}, r"^record: max_grad_norm is 0.0; expected a number above 0, or inf"),
+    ],
+)
+def test_append_refuses_numbers_that_no_step_has(change: dict[str, Any], message: str) -> None:
+    ledger = Ledger()
+    with pytest.raises(ValueError, match=message):
+        ledger.append(replace(RECORD, **change), **POISSON)
     assert ledger.steps == 0
 
 
@@ -287,8 +365,9 @@ def test_what_cannot_be_charged_does_not_move_the_parameters(monkeypatch: pytest
     assert ledger.steps == 0
     monkeypatch.undo()
     sampler.sample_rate = 0.1
-    optimizer.step(grad_samples=grads())   # the failed one left a gap
-    assert [charge.record.step for charge in ledger.records()] == [1]
+    optimizer.step(grad_samples=grads())   # the failed one left a gap, which released nothing
+    assert [(charge.record.step, charge.skipped_steps) for charge in ledger.records()] == [(1, 1)]
+    assert ledger.epsilon(DELTA) > 0
 
 
 def test_seeded_noise_and_nameless_samplers_are_recorded_and_refused() -> None:
@@ -314,7 +393,11 @@ def test_attach_refuses(tmp_path: Path) -> None:
     for attach, message in cases:
         with pytest.raises(ValueError, match=message):
             attach()
-    Ledger().attach(optimizer, sampler=sampler_of())
+    shared = sampler_of()
+    Ledger().attach(optimizer, sampler=shared)
+    _, second = training()
+    with pytest.raises(ValueError, match=r"^sampler: serves another optimizer already; two releases of one draw"):
+        Ledger().attach(second, sampler=shared)
     with pytest.raises(ValueError, match=r"^optimizer: a ledger is attached already; one release is charged once"):
         Ledger().attach(optimizer, sampler=sampler_of())
 
@@ -355,7 +438,31 @@ def test_opacus_optimizer_is_charged_beside_its_accountant() -> None:
         optimizer.step()
     assert all(param.grad is None for param in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert 0.99 * theirs < ledger_epsilon <= theirs   # rounding is inside the bound that Opacus knows
+    assert ledger_epsilon == pytest.approx(theirs, rel=1e-6)   # rounding is inside the bound that Opacus knows
+
+
+def test_a_step_of_opacus_that_could_not_be_charged_is_no_gap() -> None:
+    from opacus import GradSampleModule
+
+    from dprs_kernels.opacus_optimizer import RSDPOpacusOptimizer
+
+    model = GradSampleModule(torch.nn.Linear(3, 2))
+    optimizer = RSDPOpacusOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.1, max_grad_norm=0.7, expected_batch_size=4
+    )
+    ledger, sampler = Ledger(), sampler_of()
+    ledger.attach(optimizer, sampler=sampler)
+    for rate in (2.0, 0.1):
+        sampler.sample_rate = rate
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, requires_grad=True)).sum().backward()
+        if rate > 1:
+            with pytest.raises(ValueError, match=r"^sample_rate: got 2.0"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert [(charge.record.step, charge.skipped_steps) for charge in ledger.records()] == [(1, 1)]
+    assert ledger.epsilon(DELTA) > 0
 
 
 def test_repr_tells_where_and_how_much(tmp_path: Path) -> None:

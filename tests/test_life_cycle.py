@@ -196,11 +196,11 @@ def test_an_exception_between_counter_and_use(backend: str, tmp_path: Path) -> N
         run.train(stop=2)
         before = [t.clone() for t in run.tensors()]
         with mock.patch.object(module, "release", side_effect=MemoryError("in the kernel")), pytest.raises(MemoryError):
-            run.step(torch.randn(3, 5), torch.tensor([0, 1, 2]))
+            run.step(*next(iter(run.loader))[:2])
         assert all(torch.equal(a, b) for a, b in zip(before, run.tensors(), strict=True))
         assert all(param.grad is None for param in run.model.parameters())
         assert run.ledger.steps == 2
-        run.step(torch.randn(3, 5), torch.tensor([0, 1, 2]))
+        run.step(*next(iter(run.loader))[:2])
     assert_clean(recorder)
     assert [line["step"] for line in recorder.of("use")] == [0, 1, 3]
     assert [charge.record.step for charge in run.ledger.records()] == [0, 1, 3]
@@ -212,7 +212,7 @@ def test_a_step_that_cannot_be_charged_is_not_taken(tmp_path: Path) -> None:
     run.train(stop=2)
     before = [t.clone() for t in run.tensors()]
     with mock.patch.object(os, "fsync", side_effect=OSError("disk full")), pytest.raises(OSError, match="disk full"):
-        run.step(torch.randn(3, 5), torch.tensor([0, 1, 2]))
+        run.step(*next(iter(run.loader))[:2])
     assert all(torch.equal(a, b) for a, b in zip(before, run.tensors(), strict=True))
     assert all(param.grad is None for param in run.model.parameters())
     run.close()
@@ -381,7 +381,7 @@ def fork_beside(folder: Path) -> None:
             free.train(stop=3)
             refused = ""
             try:
-                run.step(torch.randn(3, 5), torch.tensor([0, 1, 2]))
+                run.step(*next(iter(run.loader))[:2])
             except ValueError as error:
                 refused = str(error)
             recorder("refused", message=refused, grads=[p.grad is not None for p in run.model.parameters()])

@@ -312,6 +312,23 @@ def test_a_failed_release_is_not_repeated(monkeypatch):
     train(model, optimizer, loader)
 
 
+def test_an_interrupt_before_the_record_leaves_no_gradient(monkeypatch):
+    engine, model, optimizer, loader = private({}, noise_multiplier=1.0)
+    backward(model, optimizer, next(iter(loader)))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dprs_kernels.step.PrivateSum.record", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert all(p.grad is None for p in optimizer.params)
+    assert not engine.accountant.history
+    optimizer.zero_grad()
+    train(model, optimizer, loader)
+
+
 def test_zero_grad_and_skipped_steps():
     _, model, optimizer, loader = private({})
     hooks, weights = [], [p.detach().clone() for p in model.parameters()]

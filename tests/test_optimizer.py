@@ -18,6 +18,7 @@ from dprs_kernels.grads import FunctionalSource
 from dprs_kernels.grads import per_sample as hooks
 from dprs_kernels.optimizer import RSDPOptimizer
 from tests.oracle import BACKENDS, random_grads
+from tests.test_engine import Fails
 
 SHAPES = [(5, 3), (5,)]
 INNER = {
@@ -398,9 +399,7 @@ def test_backward_through_a_source_in_micro_batches(make_source, reduction):
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
         source = make_source(model)
         # Another order than the model's, and names that only torch knows.
-        optimizer = make([*model[2].parameters(), *model[0].parameters()], loss_reduction=reduction)
-        if make_source is FunctionalSource:
-            optimizer.loss_reduction = "sum"
+        optimizer = make([*model[2].parameters(), *model[0].parameters()])
         for _ in range(2):
             optimizer.backward(source, loss_fn, x, y, max_physical_batch_size=split)
             optimizer.step()
@@ -417,14 +416,34 @@ def test_backward_misuse_changes_nothing():
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
     x, y = torch.randn(4, 3), torch.randn(4, 2)
     optimizer = make(model.parameters())
-    with pytest.raises(ValueError, match="loss_reduction: got 'sum', but the source's gradients are those of a 'mean'"):
-        optimizer.backward(hooks(model), nn.MSELoss(), x, y)
+    with pytest.raises(ValueError, match="loss_reduction: got 'mean'; backward makes each sample's own gradient"):
+        make(model.parameters(), loss_reduction="mean").backward(hooks(model), nn.MSELoss(), x, y)
     with pytest.raises(ValueError, match="source: has no gradients for param_groups"):
         optimizer.backward(hooks(nn.Linear(3, 2)), nn.MSELoss(), x, y)
     with pytest.raises(ValueError, match=r"0\.bias: not among the optimizer's parameters"):
         make([*model[1].parameters()]).backward(hooks(model), nn.MSELoss(), x, y)
     with pytest.raises(ValueError, match="no per-sample gradients"):
         optimizer.step()
+
+
+def test_a_failed_backward_is_given_up_whole():
+    """Run again, it counts every sample once."""
+    layer = nn.Linear(4, 1, bias=False)
+    model = Fails(layer)
+    x, y = torch.zeros(6, 4), torch.full((6, 1), -1e3)
+    x[0, 0] = 1e3
+    optimizer = make(layer.parameters(), noise_multiplier=1e-6, expected_batch_size=1)
+    source, given = hooks(model), (nn.MSELoss(reduction="sum"), x, y)
+    for error in (RuntimeError, KeyboardInterrupt):
+        model.failing = error, 2   # in the second micro-batch
+        with pytest.raises(error):
+            optimizer.backward(source, *given, max_physical_batch_size=3)
+        with pytest.raises(ValueError, match="no per-sample gradients"):
+            optimizer.step()
+    optimizer.zero_grad()   # nothing is open
+    optimizer.backward(source, *given, max_physical_batch_size=3)
+    optimizer.step()
+    assert float(layer.weight.grad.norm()) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_gradient_frozen_after_backward_never_reaches_the_inner_optimizer():
@@ -457,6 +476,37 @@ def test_records():
     )   # fmt: skip
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.step = 7
+
+
+def test_the_record_is_of_the_noise_that_was_used():
+    """Another source, put in its place while a batch is open, is not the one that the release has."""
+    params, records = fresh_params(), []
+    optimizer = make(params, noise=NoiseSource.seeded_for_tests(1))
+    optimizer.attach_step_hook(lambda _, record: records.append(record))
+    optimizer.accumulate(random_grads(SHAPES, 4))
+    used, optimizer.noise = optimizer.noise, NoiseSource()
+    optimizer.noise.claim()
+    optimizer.step()
+    assert (records[0].private, records[0].key_id, records[0].step) == (False, used.key_id, 0)
+
+
+@pytest.mark.parametrize("where", ["record", "keep_digest"])
+def test_an_interrupt_before_the_record_leaves_no_gradient(where, monkeypatch):
+    """Ctrl-C after the noise and before any hook: nothing is charged, so nothing may be used."""
+    params = fresh_params()
+    optimizer = make(params)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    target = PrivateSum if where == "record" else KeepMask
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "record" if where == "record" else "digest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(grad_samples=random_grads(SHAPES, 4))
+    assert all(param.grad is None for param in params)
+    optimizer.step(grad_samples=random_grads(SHAPES, 4))
+    assert optimizer.noise.step == 2
 
 
 @pytest.mark.parametrize(

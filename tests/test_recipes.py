@@ -237,7 +237,9 @@ def test_only_1_and_4_have_an_epsilon(algorithm: int) -> None:
     pytest.importorskip("opacus")
     recipe, model, ledger = Recipe(algorithm=algorithm, **BASE), network(), Ledger()
     optimizer = recipe.optimizer_for(model.parameters())
-    ledger.attach(optimizer, sampler=recipe.sampler_for(SIZE))
+    sampler = recipe.sampler_for(SIZE)
+    ledger.attach(optimizer, sampler=sampler)
+    next(iter(sampler))   # one draw, one step
     optimizer.step(grad_samples=[torch.zeros(1, *p.shape, dtype=p.dtype) for p in model.parameters()])
     assert recipe.private == (algorithm in (1, 4))
     if recipe.private:

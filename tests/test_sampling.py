@@ -538,3 +538,44 @@ def test_bad_arguments_of_the_batch_sampler(wrong: dict[str, Any], message: str)
 def test_bad_arguments_of_the_partition(size: int, batch_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShuffledPartitionNominal(size, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("name", ["size", "sample_rate", "steps", "rank", "world_size", "draws", "name", "private"])
+@pytest.mark.parametrize(
+    "sampler", [PoissonBatchSampler(30, sample_rate=0.5, steps=3), ShuffledPartitionNominal(30, batch_size=7)]
+)
+def test_what_batches_are_drawn_with_is_fixed(sampler, name):
+    """A rate lowered between a draw and its step would be charged in the place of the true one."""
+    before = getattr(sampler, name)
+    with pytest.raises(AttributeError):
+        setattr(sampler, name, 1e-4)
+    assert getattr(sampler, name) == before
+    with pytest.raises(AttributeError):
+        ShuffledPartitionNominal(30, batch_size=7).batch_size = 1
+
+
+def test_draws_are_counted():
+    sampler = PoissonBatchSampler(30, sample_rate=0.5, steps=3)
+    assert sampler.draws == (0, -1, 0, False)
+    first = iter(sampler)
+    assert sampler.draws.total == 0   # a DataLoader makes iterators that it does not use
+    seen = []
+    for _ in first:
+        seen.append(sampler.draws)
+    assert seen == [(1, 0, 1, False), (2, 0, 2, False), (3, 0, 3, True)]
+    second = iter(sampler)
+    next(second)
+    assert sampler.draws == (4, 1, 1, False)
+    third = iter(sampler)
+    next(third)
+    next(second)   # an old pass goes on: drawn, but not of the newest pass
+    assert sampler.draws == (6, 2, 1, False)
+
+
+def test_draws_of_a_resumed_pass():
+    sampler = PoissonBatchSampler(30, sample_rate=0.5, steps=3)
+    batches = iter(sampler)
+    next(batches)
+    resumed = PoissonBatchSampler(30, sample_rate=0.5, steps=3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert [resumed.draws for _ in resumed] == [(1, 0, 1, False), (2, 0, 2, True)]   # what is left of it

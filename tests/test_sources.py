@@ -16,9 +16,12 @@ from dprs_kernels import KeepMask, NoiseSource, PrivateSum
 from dprs_kernels.grads import source as contract
 from dprs_kernels.grads.backpack import BackpackSource
 from dprs_kernels.grads.functional import FunctionalSource
+from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.grads.opacus import OpacusSource
+from dprs_kernels.grads.source import completed
 
 MAKERS = {
+    "hooks": per_sample,
     "functional": FunctionalSource,
     "functional chunk 2": functools.partial(FunctionalSource, chunk_size=2),
     "backpack": BackpackSource,
@@ -39,7 +42,7 @@ def _one_thread():
 
 def make(name, model, **options):
     library = name.split()[0]
-    if library != "functional":
+    if library in ("backpack", "opacus"):
         pytest.importorskip(library)
     return MAKERS[name](model, **options)
 
@@ -102,7 +105,6 @@ def test_every_source_gives_each_samples_own_gradient(name, reduction, n, networ
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     truth = one_at_a_time(model, loss_fn, x, y)
     source = make(name, model)
-    assert source.loss_reduction == "sum"
     for _ in range(2):   # nothing is left over from the first
         assert_same(source, loss_fn, x, y, truth)
 
@@ -255,8 +257,10 @@ def test_a_parameter_used_outside_of_its_module_is_not_missed(name, also_called)
     x, y = samples(5, 6)
     truth = one_at_a_time(model, nn.CrossEntropyLoss(), x, y)
     source = make(name, model)
-    if name in ("backpack", "opacus hooks", "opacus functorch"):
+    if name in ("hooks", "backpack", "opacus hooks", "opacus functorch"):
         said = "do not add up to the batch's" if also_called else "took part in the loss, but got no per-sample"
+        if name == "hooks":
+            said = "used outside of its module's forward"
         with pytest.raises(ValueError, match=rf"inner.weight: .*{said}"):
             source.grads(nn.CrossEntropyLoss(), x, y)
     else:
@@ -324,7 +328,7 @@ def test_functional_several_targets():
         torch.testing.assert_close(grads[key], parts[0][key] + parts[1][key])
 
 
-@pytest.mark.parametrize("name", ["backpack", "opacus hooks", "opacus ew"])
+@pytest.mark.parametrize("name", ["hooks", "backpack", "opacus hooks", "opacus ew"])
 def test_two_inputs_and_targets_through_libraries(name):
     class Sum(nn.Module):
         def __init__(self):
@@ -465,21 +469,21 @@ def test_private_gradients_are_the_same_from_all_sources(name, clipping):
     named = list(model.named_parameters())
     truth = one_at_a_time(model, loss_fn, x, y)
 
-    def private(params, reduction, batches):
+    def private(params, batches):
         total = PrivateSum(
             params, keep=KeepMask.draw([p for _, p in params], drop_rate=0.5, seed=1, draw=0), max_grad_norm=0.3,
             noise_multiplier=1.0, expected_batch_size=8, noise=NoiseSource.seeded_for_tests(3),
-            loss_reduction=reduction, clipping=clipping,
+            clipping=clipping,
         )   # fmt: skip
         for batch in batches:
             total.add(batch)
         total.release()
         return [p.grad.clone() for _, p in params]
 
-    expected = private(named, "sum", [truth])
+    expected = private(named, [truth])
     source = make(name, model)
     parts = (source.grads(loss_fn, x[rows], y[rows]) for rows in (slice(0, 5), slice(5, 5), slice(5, 9)))
-    for got, want in zip(private(source.params, source.loss_reduction, parts), expected, strict=True):
+    for got, want in zip(private(source.params, parts), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
@@ -569,7 +573,7 @@ def test_errors_of_data_and_loss(name):
         source.grads(nn.CrossEntropyLoss(), x, y)
 
 
-@pytest.mark.parametrize("name", ["backpack", "opacus hooks", "opacus ew"])
+@pytest.mark.parametrize("name", ["hooks", "backpack", "opacus hooks", "opacus ew"])
 def test_losses_that_mix_samples_are_refused_where_they_see_a_batch(name):
     x, y = samples(5, 6)
     source = make(name, mlp().double())
@@ -589,7 +593,7 @@ def test_losses_that_mix_samples_are_refused_where_they_see_a_batch(name):
     assert source.grads(summed, x, y)["0.weight"][2].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", ["backpack", "opacus hooks", "opacus ew"])
+@pytest.mark.parametrize("name", ["hooks", "backpack", "opacus hooks", "opacus ew"])
 def test_outputs_without_the_batch_first(name):
     class Transposed(nn.Module):
         def __init__(self):
@@ -661,6 +665,25 @@ def test_a_missing_library_names_its_extra(library, kind, monkeypatch):
         kind(mlp())
 
 
+@everywhere
+def test_a_layer_unfrozen_later_is_refused(name):
+    model = mlp()
+    model[0].requires_grad_(False)
+    source = make(name, model)
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0.bias: unfrozen, or added, since the source was made; make a new source"):
+        source.grads(nn.CrossEntropyLoss(), torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
+    assert model[0].bias.grad is None
+
+
+def test_rows_that_are_not_samples():
+    params = [("w", nn.Parameter(torch.zeros(2)))]
+    assert completed(params, {}, 3)["w"].shape == (3, 2)
+    with pytest.raises(ValueError, match="w: gradients with other rows than samples: the batch must be the first"):
+        completed(params, {"w": torch.zeros(4, 2)}, 3)
+
+
 def test_sources_keep_the_contract():
     source: contract.Source = FunctionalSource(mlp())   # read by mypy too
+    assert not any(hasattr(make_one(mlp()), "loss_reduction") for make_one in (per_sample, FunctionalSource))
     assert [name for name, _ in source.params] == ["0.weight", "0.bias", "2.weight", "2.bias"]

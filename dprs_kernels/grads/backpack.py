@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dprs_kernels.grads.batch_loss import BatchLoss, check_targets
 from dprs_kernels.grads.source import (
-    BatchLoss,
     LossFn,
     check_batch,
     check_model,
     check_params,
     check_sum,
-    check_targets,
     completed,
+    owners,
     reduction_of,
     trainable,
     whole_gradients,
@@ -46,8 +46,6 @@ class BackpackSource:
     {'weight': [4, 1, 3], 'bias': [4, 1]}
     """
 
-    loss_reduction = "sum"
-
     def __init__(self, model: nn.Module, *, loss_reduction: str | None = None) -> None:
         self._library = _library()
         reduction_of(None, loss_reduction)
@@ -56,25 +54,25 @@ class BackpackSource:
         self.params = trainable(model)
         self._given = loss_reduction
         self._names = {id(param): name for name, param in self.params}
-        self._owners = _owners(model)
+        self._owners = owners(model)
         for path, module in self._owners:
             self._check_supported(path, module)
         self._calls: dict[int, int] = {}
         for _, module in self._owners:
             self._library.extend(module)
             module.register_forward_pre_hook(self._count)
-        self._loss = BatchLoss(model)
+        self._loss = BatchLoss(model, dict(self._owners), batch_first=dict(self._owners))
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
         n = check_batch(x, y)
         reduction = reduction_of(loss_fn, self._given)
         check_model(self.model)
-        check_params(self.params)
+        check_params(self.model, self.params)
         check_targets(loss_fn, reduction, y)
         if n == 0:
             return completed(self.params, {}, 0)
-        self._loss.check_model(x, n)
+        self._loss.check_model(x)
         inputs = tuple(part.detach() for part in (x if isinstance(x, tuple) else (x,)))
         found: dict[str, torch.Tensor] = {}
         self._calls = {}
@@ -82,9 +80,7 @@ class BackpackSource:
             with torch.enable_grad():
                 outputs = self.model(*inputs)
                 self._check_calls()
-                loss = self._loss(loss_fn, reduction, outputs, y, n)
-                if reduction == "mean":
-                    loss = loss * n
+                loss, rows = self._loss(loss_fn, reduction, outputs, y, n)
                 with self._library.backpack(
                     self._library.extensions.BatchGrad(), extension_hook=lambda module: self._take(module, found)
                 ):
@@ -92,6 +88,7 @@ class BackpackSource:
         finally:
             for _, module in self._owners:
                 self._library.memory_cleanup(module)   # inputs of modules that backward did not reach
+        self._loss.check_rows(rows)
         grads = completed(self.params, found, n, whole)
         if not self._added_up:
             check_sum(grads, dict(zip(grads, whole, strict=True)))
@@ -141,15 +138,6 @@ class BackpackSource:
         else:
             reason = "BatchGrad knows no such module (it goes by the exact class)"
         raise ValueError(f"{name}: BackPACK cannot make its per-sample gradients: {reason}; use FunctionalSource")
-
-
-def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules with trainable parameters of their own."""
-    return [
-        (path or "model", module)
-        for path, module in model.named_modules()
-        if any(param.requires_grad for param in module.parameters(recurse=False))
-    ]
 
 
 def _library() -> Any:

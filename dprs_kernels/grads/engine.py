@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,15 +20,18 @@ from dprs_kernels.noise import NoiseSource
 from dprs_kernels.outer import Grad
 from dprs_kernels.step import PrivateSum
 
-# Of per-sample gradients: about one and a half last-level caches. Twice as much is as quick and takes twice the memory,
-# half as much starves the matrix products of the layers.
-MICRO_BATCH_BYTES = 48 * 2**20
+# Of per-sample gradients: about one last-level cache. More is hardly quicker and takes that much more memory; less
+# starves the matrix products of the layers.
+MICRO_BATCH_BYTES = 32 * 2**20
+ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 
 
 def micro_batch_size(params: Named) -> int:
-    """Samples whose gradients take at most MICRO_BATCH_BYTES, a power of two: 16 for DP-CNN, 256 for DP-CNN/S."""
+    """Samples whose gradients, if all were stored, take at most MICRO_BATCH_BYTES, in fours: 12 for DP-CNN, 320 for
+    DP-CNN/S."""
     row = sum(param.numel() * param.element_size() for _, param in params)
-    return 2 ** int(math.log2(max(MICRO_BATCH_BYTES // row, 1)))
+    samples = max(MICRO_BATCH_BYTES // row, 1)
+    return samples if samples < ROWS_AT_ONCE else samples // ROWS_AT_ONCE * ROWS_AT_ONCE
 
 
 class Stream:
@@ -47,16 +49,21 @@ class Stream:
         self._arena = Arena(self.micro_batch)
 
     def __call__(self, loss_fn: LossFn, x: Any, y: Any) -> Iterator[Mapping[str, Grad]]:
-        """name -> [n, *shape], valid until the next one is asked for. An empty batch is one empty micro-batch."""
+        """name -> [n, *shape], valid until the next one is asked for, and emptied then: their memory is written again.
+        An empty batch is one empty micro-batch."""
         n = check_batch(x, y)
         for start in range(0, max(n, 1), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             part = loss_fn, _rows(x, rows), _rows(y, rows)
             self._arena.recycle()   # what lies there was folded
-            if isinstance(self.source, StreamingSource):
-                yield self.source.grads_into(self._arena, *part)
-            else:
-                yield self.source.grads(*part)
+            source = self.source
+            found: Mapping[str, Grad] = (
+                source.grads_into(self._arena, *part) if isinstance(source, StreamingSource) else source.grads(*part)
+            )
+            grads: dict[str, Grad] = dict(found)
+            del found
+            yield grads
+            grads.clear()   # a kept one says "no entry"; it would hold the next one's values
 
 
 class StreamingEngine:
@@ -84,7 +91,7 @@ class StreamingEngine:
         )   # fmt: skip
         self._keep = keep
         self._sum: PrivateSum | None = None
-        self._make("sum")   # bad settings are refused here, before any work
+        self._make()   # bad settings are refused here, before any work
 
     @property
     def micro_batch(self) -> int:
@@ -104,20 +111,27 @@ class StreamingEngine:
             raise ValueError("keep: fixed while samples are accumulated; change it after release")
         before, self._keep = self._keep, keep
         try:
-            self._make("sum")
+            self._make()
         except ValueError:
             self._keep = before
             raise
 
     def accumulate(self, loss_fn: LossFn, x: Any, y: Any) -> None:
-        """Adds samples to the sum, in micro-batches. An empty batch is an ordinary one."""
-        for grads in self._stream(loss_fn, x, y):
-            if self._sum is None:
-                self._sum = self._make(self.source.loss_reduction)
-            elif self._sum.plan.loss_reduction != self.source.loss_reduction:
-                raise ValueError("loss_fn: another reduction than the loss of the samples already accumulated")
-            self._sum.add(grads)
-            del grads   # before the next are made: memory for one micro-batch
+        """Adds samples to the sum, in micro-batches. An empty batch is an ordinary one. All or nothing: after an error
+        the whole logical batch is given up, since a retry would count the samples before it twice."""
+        try:
+            for grads in self._stream(loss_fn, x, y):
+                if self._sum is None:
+                    self._sum = self._make()
+                self._sum.add(grads)
+                del grads   # before the next are made: memory for one micro-batch
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Gives up what was accumulated: nothing of it was released."""
+        self._sum = None
 
     def release(self) -> None:
         """Adds the noise, once, and writes p.grad."""
@@ -131,10 +145,8 @@ class StreamingEngine:
         self.accumulate(loss_fn, x, y)
         self.release()
 
-    def _make(self, loss_reduction: str) -> PrivateSum:
-        return PrivateSum(
-            self.source.params, keep=self._keep, noise=self.noise, loss_reduction=loss_reduction, **self._settings
-        )
+    def _make(self) -> PrivateSum:
+        return PrivateSum(self.source.params, keep=self._keep, noise=self.noise, **self._settings)
 
 
 def _rows(value: Any, rows: slice) -> Any:

@@ -54,8 +54,6 @@ class FunctionalSource:
     {'weight': [4, 1, 3], 'bias': [4, 1]}
     """
 
-    loss_reduction = "sum"
-
     def __init__(
         self,
         model: nn.Module,
@@ -80,7 +78,7 @@ class FunctionalSource:
         n = check_batch(x, y)
         reduction_of(loss_fn, self._given)
         check_model(self.model)
-        check_params(self.params)
+        check_params(self.model, self.params)
         if n == 0:
             return completed(self.params, {}, 0)
         values = {name: param.detach() for name, param in self.params}

@@ -12,6 +12,7 @@ and its ordinary use do not change; remove() leaves nothing behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -21,35 +22,21 @@ from torch import nn
 from torch.utils import hooks as torch_hooks
 
 from dprs_kernels.grads.arena import Arena, Fresh
-from dprs_kernels.grads.functional import batchable
-from dprs_kernels.grads.rules import rule_for
+from dprs_kernels.grads.batch_loss import BatchLoss, check_targets
+from dprs_kernels.grads.graph import Tap, check_versions, foreign_leaf, hooked, versions_of
+from dprs_kernels.grads.mixing import Call
+from dprs_kernels.grads.rules import Rule, rule_for, wants
 from dprs_kernels.grads.source import (
-    BatchLoss,
     LossFn,
     check_batch,
     check_model,
     check_params,
-    check_targets,
     completed,
     reduction_of,
     trainable,
 )
+from dprs_kernels.grads.vjp import WHOLE, Vjp
 from dprs_kernels.outer import Grad, OuterProducts
-
-WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)   # use their children's weights without calling them
-
-
-class _Tap(torch.autograd.Function):
-    """Gives an output that needs no gradient a place in the graph: the first layer has no input to differentiate."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        return None, None
 
 
 class HookSource:
@@ -58,31 +45,35 @@ class HookSource:
     def __init__(self, model: nn.Module, *, loss_reduction: str | None = None) -> None:
         self.model = model
         self.params = trainable(model)
+        reduction_of(None, loss_reduction)
         check_model(model)
         self._names = {id(param): name for name, param in self.params}
         self._given = loss_reduction
-        self.loss_reduction = loss_reduction or "mean"
         self._grads: dict[str, Grad] | None = None   # of the pass that runs now
         self._memory = Fresh()
         self._samples = 0
-        self._loss = BatchLoss(model)
+        self._forward = False   # the pass is in the model's forward
+        self._anchors: dict[torch.device, torch.Tensor] = {}
+        self._counts: Counter[str] = Counter()             # calls of layers in this pass
+        self._guessed: dict[tuple[str, int], Call] = {}    # those that the check of the model did not see
+        self._versions: dict[int, list[Any]] = {}          # id(layer) -> versions of its inputs, for each open call
+        self._factors: list[tuple[str, OuterProducts, int]] = []
         self._handles: list[torch_hooks.RemovableHandle] = []
         self._swapped: list[tuple[nn.Module, nn.Module, str, nn.Parameter]] = []   # layer, part of it, name, weight
-        for path, module in _owners(model):
-            if not getattr(module, "batch_first", True):
-                raise ValueError(
-                    f"{path}: {type(module).__name__} has batch_first=False; per-sample gradients need the batch as "
-                    "the first dimension: make it with batch_first=True, or use FunctionalSource"
-                )
+        layers = dict(_owners(model))
+        self._loss = BatchLoss(model, layers, batch_first=[path for path, layer in layers.items() if _rule(layer)])
+        for path, module in layers.items():
             # A compiled model does not trace hooks: it calls them between the graphs of what lies between layers.
+            # First of all hooks: those of others may change what a layer gives, not what we see of it.
             untraced: Callable[..., Any] = torch.compiler.disable
+            before, after = untraced(self._detach_weights), untraced(_with(self._catch, path))
             self._handles += [
-                module.register_forward_pre_hook(untraced(self._detach_weights), with_kwargs=True),
-                module.register_forward_hook(untraced(_with(self._catch, path)), with_kwargs=True),
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, prepend=True),
             ]
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
-        """Forward and backward of one micro-batch: name -> [n, *shape], divided by n under a mean loss.
+        """Forward and backward of one micro-batch: name -> [n, *shape], each sample's own gradient.
 
         A parameter that took no part gets zeros: it is released with noise like all others.
         """
@@ -101,32 +92,18 @@ class HookSource:
     def _pass(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, Grad]:
         if not self._handles:
             raise ValueError("per_sample: these hooks were removed; attach them again with per_sample(model)")
-        check_params(self.params)
+        check_params(self.model, self.params)
         check_model(self.model)
         self._samples = check_batch(x, y)
-        self.loss_reduction = reduction_of(loss_fn, self._given)
-        check_targets(loss_fn, self.loss_reduction, y)
-        found: dict[str, Grad] = {}
+        reduction = reduction_of(loss_fn, self._given)
+        check_targets(loss_fn, reduction, y)
         if self._samples == 0:
-            return completed(self.params, found, 0)
-        self._loss.check_model(x, self._samples)
-        before = [param.grad for _, param in self.params]
-        for _, param in self.params:
-            param.grad = None   # so that a use outside of a layer's forward shows
-        self._grads = found
+            return completed(self.params, {}, 0)
+        self._loss.check_model(x)
         try:
-            with torch.enable_grad():
-                outputs = self.model(*(x if isinstance(x, tuple) else (x,)))
-                loss = self._loss(loss_fn, self.loss_reduction, outputs, y, self._samples)
-                if not loss.requires_grad:
-                    raise ValueError("loss_fn: the loss does not depend on any trainable parameter")
-                loss.backward()
-            outside = [name for name, param in self.params if param.grad is not None]
+            found, outside = self._run(loss_fn, reduction, x, y)
         finally:
-            self._restore()
-            self._grads = None
-            for (_, param), grad in zip(self.params, before, strict=True):
-                param.grad = grad
+            self._close()
         if outside and not found and any(map(_compiled, self.model.modules())):
             raise ValueError(
                 "model: the compiled model ran before its hooks were attached, and torch.compile does not look for new "
@@ -137,7 +114,58 @@ class HookSource:
                 f"{outside[0]}: used outside of its module's forward, where hooks do not see it; FunctionalSource "
                 "takes any use"
             )
+        if self._guessed:   # a branch that the check of the model did not take
+            self._check_guessed(x)
         return completed(self.params, found, self._samples)
+
+    def _run(self, loss_fn: LossFn, reduction: str, x: Any, y: Any) -> tuple[dict[str, Grad], list[str]]:
+        """Gradients by name, and the parameters that were used outside of a layer's forward. p.grad is not written:
+        backward goes to the anchors of our taps, and to parameters that it should not reach."""
+        self._grads, self._forward, self._guessed = {}, True, {}
+        inputs = tuple(part.detach() for part in (x if isinstance(x, tuple) else (x,)))
+        with torch.enable_grad():
+            outputs = self.model(*inputs)
+            loss, rows = self._loss(loss_fn, reduction, outputs, y, self._samples)
+        self._forward = False
+        if not loss.requires_grad:
+            raise ValueError("loss_fn: the loss does not depend on any trainable parameter")
+        targets = [*self._anchors.values(), *(param for _, param in self.params)]
+        foreign = foreign_leaf(loss, {id(target) for target in targets})
+        if foreign is not None:
+            raise ValueError(
+                f"loss_fn, or model: a tensor of shape {list(foreign.shape)} that requires gradients takes part and is "
+                "no parameter of the model: its gradient would have neither clipping nor noise; detach it, or make it "
+                "a parameter of the model"
+            )
+        try:
+            ends = torch.autograd.grad(loss, targets, allow_unused=True)[len(self._anchors) :]
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise ValueError("model: calls checkpoint with use_reentrant=True; use use_reentrant=False") from error
+        self._loss.check_rows(rows)
+        for path, factors, version in self._factors:
+            if factors.version() != version:
+                raise ValueError(
+                    f"{path}: the gradient of its output was overwritten on the way back; a backward of your own must "
+                    "not write to the gradient that it gets"
+                )
+        return self._grads, [name for (name, _), end in zip(self.params, ends, strict=True) if end is not None]
+
+    def _close(self) -> None:
+        """Whatever happened: the layers have their weights again, and nothing of the pass is held."""
+        self._restore()
+        self._grads, self._forward = None, False
+        self._factors, self._versions, self._anchors = [], {}, {}
+        self._counts.clear()
+
+    def _check_guessed(self, x: Any) -> None:
+        guessed = self._guessed
+        self._loss.check_model(x, again=True)
+        for (path, i), call in guessed.items():
+            seen = self._loss.calls.get(path, [])
+            if i < len(seen) and seen[i] != call:
+                raise ValueError(f"{path}: in another branch now, where other inputs have the batch; make a new source")
 
     def remove(self) -> None:
         """Takes all hooks off."""
@@ -157,6 +185,7 @@ class HookSource:
         """Before a layer: its weights as constants. Hooks do nothing outside of grads()."""
         if self._grads is None:
             return
+        self._versions.setdefault(id(module), []).append(versions_of((*args, *kwargs.values())))
         parts = module.modules() if isinstance(module, WHOLE) else [module]
         for part in parts:
             for name, param in part._parameters.items():
@@ -180,12 +209,18 @@ class HookSource:
         if self._grads is None:
             return None
         self._restore(module)
-        rule = rule_for(module)
+        versions = self._versions[id(module)].pop()
+        if not torch.is_grad_enabled():   # a constant, to plain autograd too
+            return None
+        rule = _rule(module)
         if rule is None:
-            return _Vjp(self, path, module, args, kwargs).tap(output)
+            return self._tap(path, module, args, kwargs, output, versions)
+        self._call(path, lambda: Call((0,), (0,)))
         inputs = tuple(a.detach() for a in (*args, *kwargs.values()))
 
         def take(e: torch.Tensor) -> None:
+            if wants(module, "weight") is not None:
+                check_versions(path, versions)
             # Under autocast outputs are bf16 and inputs may not be: sums over positions are made in fp32.
             with torch.autocast(e.device.type, enabled=False):
                 for param, grad in rule(module, tuple(map(_widened, inputs)), _widened(e), self._memory):
@@ -194,12 +229,47 @@ class HookSource:
 
         if not output.requires_grad:   # the first layer
             whole = output.clone() if output._is_view() else output   # a view's hook is lost when it is written to
-            output = _Tap.apply(whole, _anchor(output.device))
-        output.register_hook(take)
-        return output
+            output = Tap.apply(whole, self._anchor(output.device))
+        return hooked(output, take)
+
+    def _tap(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any, versions: Any) -> Any:
+        def take(param: torch.Tensor, grad: torch.Tensor) -> None:
+            if id(param) in self._names:
+                self._put(path, param, grad)
+
+        def finish(cotangents: tuple[torch.Tensor, ...]) -> None:
+            check_versions(path, versions)
+            active, self._grads = self._grads, None   # the hooks sleep while the layer is called again
+            try:
+                grads = layer.grads(cotangents, call)
+            finally:
+                self._grads = active
+            for param, grad in grads:
+                take(param, grad)
+
+        layer = Vjp(path, module, args, kwargs)
+        call = self._call(path, lambda: layer.guess(output, self._samples))
+        return layer.tap(output, call, finish, self._anchor)
+
+    def _call(self, path: str, guess: Callable[[], Call]) -> Call:
+        """What the check of the model found of this call: which dimensions are the batch."""
+        i, seen = self._counts[path], self._loss.calls.get(path, [])
+        self._counts[path] += 1
+        if i < len(seen):
+            return seen[i]
+        call = guess()
+        if self._forward:   # checkpoints call layers once more, in backward
+            self._guessed[path, i] = call
+        return call
+
+    def _anchor(self, device: torch.device) -> torch.Tensor:
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
 
     def _put(self, path: str, param: torch.Tensor, grad: Grad) -> None:
-        """Adds to what the same parameter got in another use: tied weights, a layer that is called twice."""
+        """Adds to what the same parameter got in another use: tied weights, a layer that is called twice. Gradients are
+        ours to write to: rules make new ones, Vjp copies those that it shares with autograd."""
         assert self._grads is not None
         name = self._names[id(param)]
         if grad.shape[0] != self._samples:
@@ -207,78 +277,10 @@ class HookSource:
                 f"{path}: its batch has {grad.shape[0]} samples, the input has {self._samples}; the batch must be the "
                 "first dimension of every layer's input, and no layer may mix or reorder samples"
             )
+        if isinstance(grad, OuterProducts):
+            self._factors.append((path, grad, grad.version()))
         held = self._grads.get(name)
         self._grads[name] = grad if held is None else _dense(held).add_(_dense(grad))
-
-
-class _Taps(torch.autograd.Function):
-    """Passes outputs through and hands all their gradients over at once; zeros for an output that nobody used."""
-
-    @staticmethod
-    def forward(ctx: Any, take: Any, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.take = take
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.take(grads)
-        return None, None, *grads
-
-
-class _Vjp:
-    """One call of a layer without a rule: torch.func's vector-Jacobian product, sample by sample."""
-
-    def __init__(self, source: HookSource, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.source, self.path, self.module = source, path, module
-        values = [*args, *kwargs.values()]
-        self.names = list(kwargs)
-        self.values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-        # A mask over positions is shared by all samples, even where there are as many positions.
-        shared = {len(args) + i for i, name in enumerate(self.names) if name == "attn_mask"}
-        n = source._samples
-        self.batched = [i for i, v in enumerate(self.values) if _batched(v, n) and i not in shared]
-
-    def tap(self, output: Any) -> Any:
-        tensors = [t for t in _tensors(output) if t.is_floating_point()]
-        tapped = iter(_Taps.apply(self.finish, _anchor(tensors[0].device), *tensors))
-        return _rebuilt(output, tapped)
-
-    def finish(self, cotangents: tuple[torch.Tensor, ...]) -> None:
-        whole = isinstance(self.module, WHOLE)
-        wanted = {
-            name: p for name, p in self.module.named_parameters(recurse=whole) if id(p) in self.source._names
-        }
-        fixed = {name: p.detach() for name, p in self.module.named_parameters() if name not in wanted}
-        fixed.update(self.module.named_buffers())
-        # The state of a recurrent layer has its layers first, the batch second.
-        dims = [1 if isinstance(self.module, nn.RNNBase) and k else 0 for k in range(len(cotangents))]
-
-        def one(cotangents: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-            values = list(self.values)
-            for i, value in zip(self.batched, given, strict=True):
-                values[i] = value.unsqueeze(0)
-            count = len(values) - len(self.names)
-
-            def forward(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-                out = torch.func.functional_call(
-                    self.module, {**fixed, **weights}, tuple(values[:count]),
-                    dict(zip(self.names, values[count:], strict=True)),
-                )   # fmt: skip
-                return tuple(t for t in _tensors(out) if t.is_floating_point())
-
-            pull = torch.func.vjp(forward, {name: p.detach() for name, p in wanted.items()})[1]
-            (found,) = pull(tuple(c.unsqueeze(d) for c, d in zip(cotangents, dims, strict=True)))
-            return dict(found)
-
-        given = [self.values[i] for i in self.batched]
-        active, self.source._grads = self.source._grads, None   # the hooks sleep while the layer is called again
-        try:
-            with batchable(self.module, given[0].device):
-                found = torch.func.vmap(one, in_dims=(tuple(dims), 0))(tuple(cotangents), given)
-        finally:
-            self.source._grads = active
-        for name, grad in found.items():
-            self.source._put(self.path, wanted[name], grad)
 
 
 def per_sample(model: nn.Module, *, loss_reduction: str | None = None) -> HookSource:
@@ -302,6 +304,12 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path or type(module).__name__, module
 
 
+def _rule(module: nn.Module) -> Rule | None:
+    """None as well where parameters are not those of the layer's class (weight_norm)."""
+    own = {name for name, param in module._parameters.items() if param is not None}
+    return rule_for(module) if own <= {"weight", "bias"} and "weight" in own else None
+
+
 def _with(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     return lambda *arguments: method(path, *arguments)
 
@@ -316,28 +324,3 @@ def _compiled(module: nn.Module) -> bool:
 
 def _dense(grad: Grad) -> torch.Tensor:
     return grad.dense() if isinstance(grad, OuterProducts) else grad
-
-
-def _anchor(device: torch.device) -> torch.Tensor:
-    return torch.zeros((), device=device, requires_grad=True)
-
-
-def _batched(value: Any, samples: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == samples
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [t for item in output for t in _tensors(item)]
-    return []
-
-
-def _rebuilt(output: Any, tapped: Iterator[torch.Tensor]) -> Any:
-    """`output` with its floating tensors replaced, in the order of _tensors."""
-    if isinstance(output, torch.Tensor):
-        return next(tapped) if output.is_floating_point() else output
-    if isinstance(output, (tuple, list)):
-        return type(output)(_rebuilt(item, tapped) for item in output)
-    return output

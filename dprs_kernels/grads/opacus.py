@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dprs_kernels.grads.batch_loss import BatchLoss, check_targets
 from dprs_kernels.grads.source import (
-    BatchLoss,
     LossFn,
     check_batch,
     check_model,
     check_params,
     check_sum,
-    check_targets,
     completed,
+    owners,
     reduction_of,
     trainable,
     whole_gradients,
@@ -43,8 +43,6 @@ class OpacusSource:
     {'weight': [4, 1, 3], 'bias': [4, 1]}
     """
 
-    loss_reduction = "sum"
-
     def __init__(self, model: nn.Module, mode: str = "hooks", *, loss_reduction: str | None = None) -> None:
         library = _library()
         if mode not in MODES:
@@ -60,29 +58,29 @@ class OpacusSource:
         self._expanded = isinstance(self.module, library.GradSampleModuleExpandedWeights)
         if self._expanded:
             _check_padding(self.model)
-        self._loss = BatchLoss(self.model)
+        layers = dict(owners(self.model))
+        self._loss = BatchLoss(self.model, layers, batch_first=layers)
         self._added_up = False
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
         n = check_batch(x, y)
         reduction = reduction_of(loss_fn, self._given)
         check_model(self.model)
-        check_params(self.params)
+        check_params(self.model, self.params)
         check_targets(loss_fn, reduction, y)
         self._check_state()
         if n == 0:
             return completed(self.params, {}, 0)
-        self._loss.check_model(x, n)
+        self._loss.check_model(x)
         inputs = tuple(part.detach() for part in (x if isinstance(x, tuple) else (x,)))
         self._forget()
         try:
             with torch.enable_grad():
                 outputs = self.module(*inputs)
-                loss = self._loss(loss_fn, reduction, outputs, y, n)
+                loss, rows = self._loss(loss_fn, reduction, outputs, y, n)
                 # A module wrapped by the user may multiply by n on its own.
                 undone = self.module.loss_reduction == "mean"
-                scale = (n if reduction == "mean" else 1) / (n if undone else 1)
-                whole = self._backward(loss * scale)
+                whole = self._backward(loss / n if undone else loss)
         except RuntimeError as error:
             if self._expanded and "xpanded" in str(error):
                 raise ValueError(f"model: expanded weights: {error}; use mode='hooks', or FunctionalSource") from error
@@ -91,6 +89,7 @@ class OpacusSource:
             self._forget()
             found = {name: param.grad_sample for name, param in self.params if _held(param)}   # type: ignore[attr-defined]
             self.module.set_grad_sample_to_none()
+        self._loss.check_rows(rows, scale=n if undone else 1)
         grads = completed(self.params, found, n, whole)
         if whole is not None and not self._added_up:
             times = n if undone else 1

@@ -1,11 +1,13 @@
 """The contract of a gradient source, and the checks that all of them share.
 
     source = FunctionalSource(model)
-    total = PrivateSum(source.params, loss_reduction=source.loss_reduction, ...)
+    total = PrivateSum(source.params, ...)
     total.add(source.grads(loss_fn, x, y))          # once per micro-batch
     total.release()
 
 Row i of a gradient is the gradient of loss_fn on sample i alone: what a batch of one gives, for a mean and for a sum.
+A mean is multiplied by n before backward: rows divided by n would be rounded in another way for n and for n - 1, so
+that one sample could move the others' (in 16 bits also on the way: there a loss with reduction="sum" is the exact one).
 A parameter that took no part in the loss gets zeros, and so noise like all others: whether a branch was used may
 depend on the data.
 """
@@ -21,23 +23,22 @@ import torch
 from torch import nn
 
 from dprs_kernels.grads.arena import Arena
+from dprs_kernels.grads.mixing import tolerance
 from dprs_kernels.outer import Grad
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Named = list[tuple[str, nn.Parameter]]
 REDUCTIONS = ("mean", "sum")
+CLASS_LOSSES = (nn.functional.cross_entropy, nn.functional.nll_loss)   # a mean divides by the weights of the classes
 
 
 class Source(Protocol):
     """Makes per-sample gradients of a loss.
 
     params: named, trainable, in the model's order: what PrivateSum gets.
-    loss_reduction: what PrivateSum must be told: "sum" if rows are each sample's own gradient, "mean" if they are
-        divided by the micro-batch's n.
     """
 
     params: Named
-    loss_reduction: str
 
     def grads(self, loss_fn: LossFn, x: Any, y: Any) -> dict[str, torch.Tensor]:
         """Forward and backward of one micro-batch: name -> [n, *shape]. The caller owns them; p.grad is left as it was.
@@ -67,10 +68,24 @@ def trainable(model: nn.Module) -> Named:
     return found
 
 
-def check_params(params: Named) -> None:
-    for name, param in params:
-        if not param.requires_grad:
-            raise ValueError(f"{name}: frozen since the source was made; make a new source after (un)freezing")
+def owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules with trainable parameters of their own."""
+    return [
+        (path or "model", module)
+        for path, module in model.named_modules()
+        if any(param.requires_grad for param in module.parameters(recurse=False))
+    ]
+
+
+def check_params(model: nn.Module, params: Named) -> None:
+    """Trained are those that were trainable when the source was made: no others, whose gradients would be raw."""
+    known = {id(param) for _, param in params}
+    for name, param in model.named_parameters():
+        if param.requires_grad != (id(param) in known):
+            raise ValueError(
+                f"{name}: {'unfrozen, or added,' if param.requires_grad else 'frozen'} since the source was made; "
+                "make a new source after (un)freezing"
+            )
 
 
 def check_model(model: nn.Module) -> None:
@@ -113,9 +128,14 @@ def check_batch(x: Any, y: Any) -> int:
     return n
 
 
+def option_of(loss_fn: Any, name: str) -> Any:
+    """An attribute of a loss module, or a keyword bound by functools.partial; None where there is neither."""
+    return loss_fn.keywords.get(name) if isinstance(loss_fn, partial) else getattr(loss_fn, name, None)
+
+
 def reduction_of(loss_fn: Any, given: str | None = None) -> str:
     """How loss_fn joins samples: its .reduction (or the one bound by functools.partial), else `given`, else "mean"."""
-    bound = loss_fn.keywords.get("reduction") if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
+    bound = option_of(loss_fn, "reduction")
     if given not in (None, *REDUCTIONS):
         raise ValueError(f"loss_reduction: got {given!r}; expected 'mean' or 'sum'")
     if bound is not None and bound not in REDUCTIONS:
@@ -123,8 +143,8 @@ def reduction_of(loss_fn: Any, given: str | None = None) -> str:
     if bound and given and bound != given:
         raise ValueError(f"loss_reduction: got {given!r}, but loss_fn.reduction is {bound!r}; leave one out")
     reduction = bound or given or "mean"
-    weighted = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss_fn.weight is not None
-    if weighted and reduction == "mean":
+    by_class = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or getattr(loss_fn, "func", None) in CLASS_LOSSES
+    if by_class and reduction == "mean" and option_of(loss_fn, "weight") is not None:
         raise ValueError(
             "loss_fn: a mean with class weights divides by the weights of the other samples too, so that a sample's "
             "influence has no bound; use reduction='sum'"
@@ -138,105 +158,10 @@ def check_scalar(loss: torch.Tensor) -> None:
         raise ValueError(f"loss_fn: returned {got}; expected one number, the mean or the sum over samples")
 
 
-def check_targets(loss_fn: LossFn, reduction: str, y: Any) -> None:
-    """For sources that call loss_fn on a whole batch."""
-    ignored = getattr(loss_fn, "ignore_index", None)
-    if ignored is None or reduction == "sum" or not isinstance(y, torch.Tensor) or y.is_floating_point():
-        return
-    if bool((y == ignored).any()):
-        raise ValueError(
-            f"loss_fn: a mean divides by the number of targets that are not ignore_index ({ignored}), which mixes "
-            "samples; use reduction='sum', or FunctionalSource (a mean over each sample's own targets)"
-        )
-
-
-@torch.no_grad()
-def check_loss(loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) -> None:
-    """For sources that call loss_fn on a whole batch: is it the mean (or sum) of the samples' own losses?
-
-    Asks it about the first two samples, together and apart. A loss that mixes samples, or a wrong reduction, would
-    scale gradients by other samples' data or by n.
-    """
-    if not isinstance(outputs, torch.Tensor):
-        return
-    if outputs.dim() == 0 or outputs.shape[0] != n:
-        raise ValueError(f"model: outputs have shape {list(outputs.shape)}; expected {n} samples, batch first")
-    if n < 2:
-        return
-
-    def loss_of(rows: slice) -> torch.Tensor:
-        targets = tuple(part[rows] for part in y) if isinstance(y, tuple) else y[rows]
-        return loss_fn(outputs.detach()[rows], targets).double()
-
-    both, first, second = torch.stack([loss_of(slice(0, 2)), loss_of(slice(0, 1)), loss_of(slice(1, 2))]).tolist()
-    tolerance = _tolerance(outputs) * (abs(first) + abs(second)) + 1e-30
-    means = {"mean": (first + second) / 2, "sum": first + second}
-    off = {name: abs(both - value) for name, value in means.items()}
-    if off[reduction] > tolerance:   # False for NaN: a diverged model is not a wrong loss
-        other = next(name for name in REDUCTIONS if name != reduction)
-        raise ValueError(
-            f"loss_fn: taken as a {reduction} over samples, but it is a {other}; pass loss_reduction={other!r}"
-            if off[other] <= tolerance
-            else f"loss_fn: of two samples together it is not the {reduction} of each one's loss; it mixes samples, so "
-            "they have no gradients of their own"
-        )
-
-
-@torch.no_grad()
-def check_independent(model: nn.Module, x: Any) -> None:
-    """For sources that run the model on a whole batch: is a sample's output its own?
-
-    Runs the first two samples, then again with other values in the second one and the same random numbers (dropout):
-    the first one's output must stay. Two samples, twice, once per source.
-    """
-    parts = [part.detach()[:2] for part in (x if isinstance(x, tuple) else (x,))]
-    # Another second sample: for indices (words) the first one again, which is in range; for numbers a new one.
-    others = [torch.stack([p[0], 1 - p[1] if p.is_floating_point() else p[0]]) for p in parts]
-    devices = sorted({part.device.index for part in parts if part.device.type == "cuda"})
-    outputs = []
-    for given in (parts, others):
-        with torch.random.fork_rng(devices=devices):
-            found = getattr(model, "_orig_mod", model)(*given)   # a compiled one would compile again for two samples
-        outputs.append(found if isinstance(found, torch.Tensor) else None)
-    first, again = outputs
-    if first is None or again is None or first.dim() == 0 or first.shape[0] != 2:
-        return   # check_loss asks for samples first
-    tolerance = _tolerance(first) / 64 * first[0].abs().max()
-    if bool(((first[0] - again[0]).abs() > tolerance).any()):   # False for NaN
-        raise ValueError(
-            f"model: {type(model).__name__} mixes samples: the output of one changes with the values of another, so "
-            "they have no gradients of their own; look for statistics over the batch dimension, or a batch dimension "
-            "that is not the first"
-        )
-
-
-class BatchLoss:
-    """loss_fn of a whole batch, one number. check_independent has its say once, check_loss once per loss function (it
-    calls it three times), at the first batch that has two samples to compare."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: nn.Module | None = model   # None: found independent
-        self._passed: LossFn | None = None
-
-    def check_model(self, x: Any, n: int) -> None:
-        """Before the pass itself: it runs the model."""
-        if self._model is not None and n > 1:
-            check_independent(self._model, x)
-            self._model = None
-
-    def __call__(self, loss_fn: LossFn, reduction: str, outputs: Any, y: Any, n: int) -> torch.Tensor:
-        if self._passed is not loss_fn:
-            check_loss(loss_fn, reduction, outputs, y, n)
-            self._passed = loss_fn if n > 1 else None
-        loss = loss_fn(outputs, y)
-        check_scalar(loss)
-        return loss
-
-
 def completed(
     params: Named, found: Mapping[str, Grad], n: int, whole: Sequence[torch.Tensor | None] | None = None
 ) -> dict[str, Any]:
-    """All of params, zeros [n, *shape] for those that took no part.
+    """All of params, zeros [n, *shape] for those that took no part. Others must have n rows.
 
     whole: the batch's ordinary gradients where autograd made them, None where a parameter took no part. A parameter
     that took part must have been found: otherwise it was used in a way that the library does not see.
@@ -249,6 +174,11 @@ def completed(
                 "forward? FunctionalSource takes any use"
             )
         grads[name] = found[name] if name in found else param.detach().new_zeros(n, *param.shape)
+        if grads[name].shape[0] != n:
+            raise ValueError(
+                f"{name}: gradients with other rows than samples: the batch must be the first dimension of every "
+                "layer's input, and no layer may mix or reorder samples"
+            )
     return grads
 
 
@@ -268,14 +198,8 @@ def check_sum(grads: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tenso
             continue
         rows = grads[name].flatten(1)
         off = (rows.sum(0) - total.flatten()).norm()
-        if bool(off > _tolerance(rows) * rows.norm(dim=1).sum()):   # False for NaN
+        if bool(off > tolerance(rows) * rows.norm(dim=1).sum()):   # False for NaN
             raise ValueError(
                 f"{name}: the per-sample gradients do not add up to the batch's: its module is used in a way that the "
                 "library does not support (called twice, an option it ignores); FunctionalSource takes any use"
             )
-
-
-def _tolerance(values: torch.Tensor) -> float:
-    """Of the sum of magnitudes: rounding stays far below, a missing term far above."""
-    low = torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
-    return 2.0**-5 if low else 1e-3

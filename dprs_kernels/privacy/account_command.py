@@ -44,7 +44,8 @@ def add_parser(commands: Any) -> None:
     ledger.add_argument("file", metavar="FILE", help="written by privacy.ledger.Ledger(path)")
     ledger.add_argument("--adjacency", choices=ADJACENCIES, help="where the ledger does not state it")
     ledger.add_argument("--no-amplification", dest="amplification", action="store_false",
-                        help="count every sample in every step: holds for shuffled batches, too")   # fmt: skip
+                        help="count every sample in every step: holds for the secret shuffled partition, too; for "
+                        "other samplers under replace_one only")   # fmt: skip
     ledger.add_argument("--nominal-as-poisson", action="store_true",
                         help="count shuffled partitions as Poisson samples: usual, and no proof")   # fmt: skip
 
@@ -127,6 +128,10 @@ def _ledger(
     if nominal:
         print("nominal     shuffled partitions counted as Poisson samples: the true epsilon is larger, no proof")
     print(f"head        {ledger.head}")
+    sizes = [c.record.expected_batch_size / c.sample_rate for c in charges if c.sample_rate]
+    if sizes and delta * max(sizes) >= 1:
+        print(f"WARNING     delta {delta:g} is not below 1 / samples, about {1 / max(sizes):.1g} by the ledger: at "
+              "such a delta a mechanism may publish one sample outright")   # fmt: skip
     _print_limits(adjacency or str(charges[0].adjacency), of_ledger=True)
 
 
@@ -137,6 +142,11 @@ def _rate(samples: int, batch: float, delta: float) -> float:
         raise ValueError(f"--batch: got {batch:g}; expected a number above 0, at most --samples, {samples}")
     if not 0 < delta < 1:
         raise ValueError(f"--delta: got {delta:g}; expected a number in (0, 1), below 1 / samples")
+    if delta * samples >= 1:
+        raise ValueError(
+            f"--delta: got {delta:g}; expected a number below 1 / samples = {1 / samples:g}: at that delta a mechanism "
+            "may publish one sample outright"
+        )
     return batch / samples
 
 

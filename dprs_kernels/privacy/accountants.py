@@ -27,11 +27,16 @@ Setting = tuple[float, float, int]   # sigma in units of the sensitivity, q, ste
 # Opacus's orders end at 63; small epsilons have their best order above. More orders only tighten the bound.
 HIGH_ORDERS = (64, 80, 96, 128, 192, 256, 384, 512)
 PRV_ERROR = 0.01          # Opacus's default: the answer is its estimate plus this, so 0.02 above the truth at most
+PRV_CEILING = 400         # a rough bound: 10 s below it, minutes above, or no end
 PLD_WIDEST = 1e-3         # a bin, unless epsilon is so large that there would be too many
 PLD_FRACTION = 32         # a bin is a step's own standard deviation over this: 0.1 % of epsilon, measured
 PLD_STEP_BINS = 1e5       # at most, about: of one step, a second to make,
 PLD_BINS = 1e6            # and of the composed distribution
 PLD_CEILING = 1e6         # an epsilon above needs no tight answer
+
+
+class TooLarge(ValueError):
+    """epsilon is in the hundreds, and this accountant does not go there."""
 
 
 def rdp(history: Sequence[Setting], delta: float, adjacency: str) -> float:
@@ -63,6 +68,12 @@ def prv(history: Sequence[Setting], delta: float, adjacency: str) -> float:
         raise ValueError(
             "adjacency: got 'replace_one' with accountant='prv' and sample_rate below 1, which it has no analysis of; "
             "use accountant='pld' (tight) or 'rdp'"
+        )
+    rough = _rough(settings, "add_remove")
+    if rough > PRV_CEILING:
+        raise TooLarge(
+            f"accountant: 'prv' does not end at large epsilons, and here it may be {rough:.0f} ({_told(settings)}); "
+            "expected more noise or fewer steps; 'rdp' and 'pld' answer"
         )
     return _prv(settings, delta)
 

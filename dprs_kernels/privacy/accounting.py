@@ -13,6 +13,10 @@ number never depends on the machine; it is also what the published sigmas were f
 adjacency: what epsilon protects. "add_remove": data sets that differ by one sample more or less. "replace_one": by one
 sample in place of another; the same noise then gives a larger epsilon.
 
+The accountants know Gaussian noise; ours ends at 9.42 sigma (64-bit radius). A value that is within reach with a
+sample, and out of reach without, tells of it whatever epsilon is: its probability (cut_tail) is taken off delta, and
+where nothing is left epsilon is inf. At sigma = 1 that is 2e-14 a step, at 0.3 it is 9e-9, at 0.2 it is 6e-5.
+
 epsilon covers one run with settings fixed beforehand. NOT_COVERED names what it does not cover.
 """
 
@@ -33,6 +37,8 @@ DECIMALS = 1000           # noise multipliers are answered in thousandths
 LARGEST_MULTIPLIER = 1e6
 SMALLEST_MULTIPLIER = 1e-6
 LARGEST_STEPS = 10**6     # affordable_steps looks no further
+RADIUS = math.sqrt(128 * math.log(2))   # 9.419: the largest that exp(-r^2/2) = (w+1) 2^-64 gives
+COORDINATES = 2**33       # cut_tail holds for models up to this size
 SAME_NOISE = 2.0**-13     # settings this close are composed as one, at the smaller sigma: 1e-4 of epsilon, and quick
 
 NOT_COVERED = (
@@ -102,7 +108,32 @@ def composed_epsilon(
         )
     if min(sigma for sigma, _, _ in settings) < SMALLEST_MULTIPLIER:
         return math.inf   # 0 is no noise; next to 0 the series overflow, and inf is a bound, too
-    return ACCOUNTANTS[accountant](_merged(settings), float(delta), adjacency)
+    merged = _merged(settings)
+    left = delta - sum(steps * cut_tail(sigma, adjacency=adjacency) for sigma, _, steps in merged)
+    return ACCOUNTANTS[accountant](merged, float(left), adjacency) if left > 0 else math.inf
+
+
+def cut_tail(noise_multiplier: float, *, adjacency: str = "add_remove") -> float:
+    """An upper bound of the probability that one step's noise, which ends at R = 9.419, gives a value that is
+    impossible with one sample more or less. Whatever q: either side may be the one without the sample.
+
+        s = 1/sigma (2/sigma for a replacement, and twice the whole), split over pairs of coordinates as s_p:
+        a pair is moved out of reach with probability at most  exp(-(R - s_p)^2 / 2), and  e^(R s_p) s_p R/pi 2^-64
+        sum  <=  exp(-(R - s)^2 / 2)  +  (10 R s)^2 2^-64  +  1.11 s sqrt(K/2) R/pi 2^-64
+
+    The first is for the largest part (the exact tail is convex in s_p^2, so one pair with all of it is the worst); the
+    second for the at most (10 R s)^2 pairs above 1/(10 R), each at 2^-64 if it did not move; the third for all smaller
+    ones, with K = 2^33. Inside, noise is Gaussian, conditioned on an event of probability (1 - 2^-64)^(K/2).
+
+    >>> cut_tail(0.1) == 1.0, cut_tail(1.0) < 2e-14
+    (True, True)
+    """
+    replaced = adjacency == "replace_one"
+    s = (2 if replaced else 1) / noise_multiplier
+    if s >= RADIUS:
+        return 1.0
+    pairs = (10 * RADIUS * s) ** 2 + 1.11 * s * math.sqrt(COORDINATES / 2) * RADIUS / math.pi
+    return min((2 if replaced else 1) * (math.exp(-((RADIUS - s) ** 2) / 2) + pairs * 2.0**-64), 1.0)
 
 
 def calibrate(
@@ -123,10 +154,13 @@ def calibrate(
     _check_targets(target_epsilon, target_delta)
 
     def enough(thousandths: int) -> bool:
-        return target_epsilon >= epsilon(
-            noise_multiplier=thousandths / DECIMALS, sample_rate=sample_rate, steps=steps, delta=target_delta,
-            accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
-        )   # fmt: skip
+        try:
+            return target_epsilon >= epsilon(
+                noise_multiplier=thousandths / DECIMALS, sample_rate=sample_rate, steps=steps, delta=target_delta,
+                accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
+            )   # fmt: skip
+        except accountants.TooLarge:
+            return False   # hundreds: more noise than is asked for, at worst
 
     low, high = 0, DECIMALS   # not enough, enough
     while not enough(high):
@@ -162,10 +196,13 @@ def affordable_steps(
     _check_targets(target_epsilon, target_delta)
 
     def within(steps: int) -> bool:
-        return target_epsilon >= epsilon(
-            noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=target_delta,
-            accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
-        )   # fmt: skip
+        try:
+            return target_epsilon >= epsilon(
+                noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=target_delta,
+                accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
+            )   # fmt: skip
+        except accountants.TooLarge:
+            return False   # hundreds: fewer steps than there are, at worst
 
     low, high = 0, 1   # within, not within
     while within(high):

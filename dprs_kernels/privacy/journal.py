@@ -67,13 +67,14 @@ class Journal:
             line = _encoded({"n": self.count + 1, "previous": self.head, **content})
             if len(line) > LONGEST:
                 raise ValueError(f"content: got a line of {len(line)} bytes; expected at most {LONGEST}")
+            head = digest_of(line)
+            self._broken = "an earlier append failed or was interrupted"
             if self._file is None:
                 self._lines.append(line)
             else:
-                self._broken = "an earlier append failed or was interrupted"
                 self._put(self.count + 1, line)
-                self._broken = ""
-            self.count, self.head = self.count + 1, digest_of(line)
+            self.count, self.head = self.count + 1, head
+            self._broken = ""   # last: after a Ctrl-C in between the next line would not follow from the one on disk
 
     def contents(self) -> Iterator[dict[str, Any]]:
         """The lines after the header, verified again, oldest first."""

@@ -10,50 +10,32 @@ optimizer starts. If the process dies before the line was begun, the sum died wi
 dies after, the step stays charged, though its parameters may be lost: a run that is resumed from a checkpoint charges
 the steps that it takes again, because the first ones may have been seen. If the line cannot be written (disk full),
 step() raises, p.grad is cleared and the parameters are as before.
+
+What a ledger cannot see it does not take for nothing. A step of a noise key that has no line may be a release that
+nobody charged: epsilon() refuses, or charges it where it is told to (uncharged_steps). Explained, and free, are steps
+that failed after their claim, and those before the position that a checkpoint was loaded at, which were another key's.
+One step, one draw: draws.py.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
 import os
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, fields
+from typing import Any
 
 from dprs_kernels.capture import capturing
 from dprs_kernels.masked_step import MaskedStep, StepRecord
-from dprs_kernels.privacy.accounting import ADJACENCIES, composed_epsilon
+from dprs_kernels.privacy.accounting import composed_epsilon
+from dprs_kernels.privacy.charge import POISSON as POISSON  # for who appends
+from dprs_kernels.privacy.charge import Charge, check_count, check_record, check_run, described
+from dprs_kernels.privacy.draws import DrawCount
+from dprs_kernels.privacy.history import History
 from dprs_kernels.privacy.journal import Journal
 
-POISSON = "poisson"
-NOMINAL = "shuffled_partition_nominal"
-UNKNOWN = "unknown"
-LONGEST_NAME = 64
-ATTACHED = "_ledger"   # on an optimizer
-
-
-@dataclass(frozen=True)
-class Charge:
-    """One line: the release, and how its samples were chosen."""
-
-    record: StepRecord
-    sampler: str                 # "poisson", "shuffled_partition_nominal", "unknown", or a name of your own
-    sample_rate: float | None    # q; None where the sampler does not tell
-    adjacency: str | None        # "add_remove", "replace_one"; None: not stated
-
-
-class _Kind(NamedTuple):
-    """What decides about epsilon: equal steps are counted, not kept."""
-
-    private: bool
-    noise_multiplier: float
-    max_grad_norm: float
-    sensitivity: float
-    sampler: str
-    sample_rate: float | None
-    adjacency: str | None
+ATTACHED = "_ledger"   # on an optimizer, and on a sampler
 
 
 class Ledger:
@@ -77,11 +59,10 @@ class Ledger:
 
     def _open(self, journal: Journal) -> None:
         self._journal = journal
-        self._kinds: Counter[_Kind] = Counter()
-        self._newest: dict[str, int] = {}   # key_id -> its newest step
-        self._repeated: tuple[str, int] | None = None
+        self._history = History()
+        self._attached: list[weakref.ref[Any]] = []
         for charge in self.records():
-            self._count(charge)
+            self._history.add(charge)
 
     @property
     def steps(self) -> int:
@@ -103,14 +84,19 @@ class Ledger:
         for line in self._journal.contents():
             values = {name: line[name] for name in names}
             values |= {name: float(values[name]) for name in ("max_grad_norm", "sensitivity")}   # "inf" is a string
-            yield Charge(StepRecord(**values), line["sampler"], line["sample_rate"], line["adjacency"])
+            yield Charge(
+                StepRecord(**values), line["sampler"], line["sample_rate"], line["adjacency"],
+                line.get("skipped_steps", 0), line.get("unused_draws", 0),
+            )   # fmt: skip
 
     def attach(self, optimizer: MaskedStep, *, sampler: Any, adjacency: str | None = "add_remove") -> None:
-        """Charges every later step of an RSDPOptimizer or RSDPOpacusOptimizer. Attach before the first: what was
-        released earlier is not charged.
+        """Charges every later step of an RSDPOptimizer or RSDPOpacusOptimizer. Attach before the first: a noise source
+        that has made steps already is refused, unless they are charged here, or came with a loaded checkpoint.
 
         sampler: read at each step: .name and .sample_rate, as the samplers of privacy.sampling have. Without a name
-            it is "unknown", and epsilon() refuses.
+            it is "unknown", and epsilon() refuses. It serves one optimizer. One draw, one step: with a sampler that
+            counts its .draws, as ours do, a step on several draws, or a second one on the same draw, is refused, p.grad
+            is cleared and the parameters are as before. Any other is trusted to draw anew for each step.
         Opacus's own accountant keeps its step hook. Steps in a captured CUDA graph are refused: a replay runs no
         Python, and would not be charged.
         """
@@ -121,39 +107,88 @@ class Ledger:
             )
         if hasattr(optimizer, ATTACHED):
             raise ValueError("optimizer: a ledger is attached already; one release is charged once")
+        if hasattr(sampler, ATTACHED):
+            raise ValueError(
+                "sampler: serves another optimizer already; two releases of one draw cost more than two steps: make a "
+                "sampler for each optimizer"
+            )
         self._journal._check_writable()
-        self._check_run(*_described(sampler), adjacency)
+        check_run(*described(sampler), adjacency)
+        missing = self._history.unexplained(optimizer)
+        if missing:
+            raise ValueError(
+                f"optimizer: its noise source made {missing} steps that are not in this ledger; attach before the "
+                "first step, or give the optimizer a NoiseSource of its own"
+            )
+        counted = DrawCount(lambda: sampler.draws) if hasattr(sampler, "draws") else None
 
         def charge(optimizer: Any, record: StepRecord) -> None:
-            if any(capturing(param.device) for param in optimizer._params()):
-                raise ValueError("ledger: a captured CUDA graph would replay this step uncharged; step eagerly")
-            name, rate = _described(sampler)
-            self.append(record, sampler=name, sample_rate=rate, adjacency=adjacency)
+            try:
+                if any(capturing(param.device) for param in optimizer._params()):
+                    raise ValueError("ledger: a captured CUDA graph would replay this step uncharged; step eagerly")
+                name, rate = described(sampler)
+                skipped = self._history.explained(optimizer, record.key_id, record.step)
+                unused = 0 if counted is None else counted.release(opened=optimizer._opened)
+                self.append(
+                    record, sampler=name, sample_rate=rate, adjacency=adjacency, skipped_steps=skipped,
+                    unused_draws=unused,
+                )   # fmt: skip
+            except BaseException:
+                optimizer._lost.add((record.key_id, record.step))   # p.grad is cleared: nothing was released
+                raise
 
+        optimizer._watch = None if counted is None else counted.total
         if hasattr(optimizer, "last_record"):
             _charge_in_add_noise(optimizer, charge)
         else:
             optimizer.attach_step_hook(charge)   # type: ignore[attr-defined]   # of RSDPOptimizer
-        setattr(optimizer, ATTACHED, self)
+        for one in (optimizer, sampler):
+            if hasattr(one, "__dict__"):
+                setattr(one, ATTACHED, self)
+        self._attached.append(weakref.ref(optimizer))
 
     def append(
-        self, record: StepRecord, *, sampler: str, sample_rate: float | None, adjacency: str | None
+        self,
+        record: StepRecord,
+        *,
+        sampler: str,
+        sample_rate: float | None,
+        adjacency: str | None,
+        skipped_steps: int = 0,
+        unused_draws: int = 0,
     ) -> None:
-        """Charges one release; on the disk when it returns. Refuses to record a (key, step) of secret noise a second
-        time: two releases with the same noise differ by exact sums, and no accountant knows of it."""
+        """Charges one release, in a loop of your own PrivateSum.record(); on the disk when it returns. Refuses to
+        record a (key, step) of secret noise a second time: two releases with the same noise differ by exact sums, and
+        no accountant knows of it.
+
+        skipped_steps: how many steps of the key, just before this one and after the last charged, released nothing.
+        unused_draws: how many batches were drawn before this one's, and not used as far as you know.
+        """
         if not isinstance(record, StepRecord):
             raise ValueError(f"record: got {type(record).__name__}; expected a StepRecord, as step hooks get it")
-        self._check_run(sampler, sample_rate, adjacency)
+        check_record(record)
+        check_run(sampler, sample_rate, adjacency)
         sample_rate = None if sample_rate is None else float(sample_rate)
-        charge = Charge(record, sampler, sample_rate, adjacency)
-        if record.private and record.step <= self._newest.get(record.key_id, -1):
+        check_count("skipped_steps", skipped_steps)
+        check_count("unused_draws", unused_draws)
+        charge = Charge(record, sampler, sample_rate, adjacency, skipped_steps, unused_draws)
+        if record.private and record.step <= self._history.newest.get(record.key_id, -1):
             raise ValueError(
                 f"record: step {record.step} of noise key {record.key_id} is charged already, or a later one is: the "
                 "same noise would be released twice; make a new NoiseSource (a loaded checkpoint has one)"
             )
-        line = {**asdict(record), "sampler": sampler, "sample_rate": sample_rate, "adjacency": adjacency}
+        between = record.step - self._history.newest.get(record.key_id, -1) - 1
+        if skipped_steps > max(between, 0):
+            raise ValueError(
+                f"skipped_steps: got {skipped_steps}; expected at most {max(between, 0)}, the steps between the last "
+                "charged one of this key and this one"
+            )
+        line = {
+            **asdict(record), "sampler": sampler, "sample_rate": sample_rate, "adjacency": adjacency,
+            "skipped_steps": skipped_steps, "unused_draws": unused_draws,
+        }   # fmt: skip
         self._journal.append({name: _plain(value) for name, value in line.items()})
-        self._count(charge)
+        self._history.add(charge)
 
     def epsilon(
         self,
@@ -163,32 +198,30 @@ class Ledger:
         amplification: bool = True,
         nominal_as_poisson: bool = False,
         adjacency: str | None = None,
+        uncharged_steps: int = 0,
+        unused_draws: int = 0,
     ) -> float:
         """The epsilon of all steps charged, composed with what each really had: sigma C / sensitivity, q.
 
-        amplification: False forgets q. Each step then counts as if every sample took part; for samplers other than
-            Poisson also as a substitution (2C), since one sample less moves another one into its place. It holds for
-            any sampler that has a sample in a batch at most once.
+        amplification: False forgets q. Each step then counts as if every sample took part, for samplers other than
+            Poisson as a substitution (2C). For ShuffledPartitionNominal, whose order is secret and new in each pass, it
+            holds under both adjacencies: one sample less moves one other into its place. For any other sampler that has
+            a sample in a batch at most once it holds under "replace_one" only, and is refused otherwise: where the
+            order can be known (a seed), one sample less may move all others to other batches. Seeded ones are refused.
         nominal_as_poisson: True counts shuffled partitions as if they were Poisson samples, as the paper and most
             published numbers do. It is a figure to compare, and proves nothing: the true one can be many times it.
         adjacency: states it where the ledger does not.
+        uncharged_steps: charges so many steps that have no line, at the least noise and the largest q of those that
+            have; where they were others than that, append them.
+        unused_draws: states that so many draws without a step were thrown away, and in no release.
         Refuses (ValueError) seeded noise, no noise, no bound, unknown samplers, shuffled partitions, a missing
-        adjacency, repeated noise and an empty ledger.
+        adjacency, repeated noise, unexplained steps or draws, and an empty ledger.
         """
-        self._refuse_false_claims()
-        stated = self._adjacency(adjacency)
-        history = []
-        for kind, count in self._kinds.items():
-            sigma = kind.noise_multiplier * kind.max_grad_norm / kind.sensitivity
-            if not amplification:
-                # q = 1, where a substitution is a shift by 2C: half the noise, whatever accountant.
-                substitution = stated == "replace_one" or kind.sampler != POISSON
-                history.append((sigma / 2 if substitution else sigma, 1.0, count))
-                continue
-            if kind.sampler != POISSON and not (kind.sampler == NOMINAL and nominal_as_poisson):
-                raise ValueError(_sampler_refusal(kind.sampler, count))
-            assert kind.sample_rate is not None   # append saw to it
-            history.append((sigma, kind.sample_rate, count))
+        live = [optimizer for reference in self._attached if (optimizer := reference()) is not None]
+        self._history.refuse_false_claims()
+        self._history.refuse_missing(live, uncharged_steps, unused_draws)
+        stated = self._history.adjacency(adjacency)
+        history = self._history.settings(stated, amplification, nominal_as_poisson, uncharged_steps)
         composed_as = stated if amplification else "add_remove"
         return composed_epsilon(history, delta=delta, accountant=accountant, adjacency=composed_as)
 
@@ -199,80 +232,6 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({str(self._journal.path or 'in memory')!r}, steps={self.steps}, head={self.head[:16]}...)"
 
-    def _count(self, charge: Charge) -> None:
-        record = charge.record
-        key, step = record.key_id, record.step
-        if record.private and step <= self._newest.get(key, -1) and self._repeated is None:
-            self._repeated = key, step
-        self._newest[key] = max(step, self._newest.get(key, -1))
-        self._kinds[_Kind(
-            record.private, record.noise_multiplier, record.max_grad_norm, record.sensitivity, charge.sampler,
-            charge.sample_rate, charge.adjacency,
-        )] += 1   # fmt: skip
-
-    def _refuse_false_claims(self) -> None:
-        if not self._kinds:
-            raise ValueError(
-                "ledger: holds no steps; an empty history is not epsilon 0, it is a run that nobody recorded; attach "
-                "the ledger before the first step"
-            )
-        if self._repeated is not None:
-            key, step = self._repeated
-            raise ValueError(
-                f"ledger: step {step} of noise key {key} was released twice: the difference of the two has no noise, "
-                "no epsilon holds; train anew with a fresh NoiseSource"
-            )
-        for kind, count in self._kinds.items():
-            if kind.noise_multiplier == 0:
-                reason, remedy = "without noise (noise_multiplier = 0)", "noise_multiplier above 0"
-            elif not math.isfinite(kind.max_grad_norm):
-                reason, remedy = "without a bound (max_grad_norm = inf)", "a finite max_grad_norm"
-            elif not kind.private:
-                reason, remedy = "with seeded noise, which whoever guesses the seed subtracts", "NoiseSource()"
-            else:
-                continue
-            raise ValueError(
-                f"ledger: {count} of {self.steps} steps were taken {reason}: no epsilon holds; use {remedy}"
-            )
-
-    def _adjacency(self, given: str | None) -> str:
-        if given is not None and given not in ADJACENCIES:
-            raise ValueError(f"adjacency: got {given!r}; expected 'add_remove' or 'replace_one'")
-        found = {given if kind.adjacency is None else kind.adjacency for kind in self._kinds} | ({given} - {None})
-        if None in found:
-            raise ValueError(
-                "adjacency: some steps do not state it, and epsilon means nothing without; attach with "
-                "adjacency='add_remove' (one sample more or less), or state it here: epsilon(delta, adjacency=...)"
-            )
-        if len(found) > 1:
-            raise ValueError(
-                f"adjacency: {' and '.join(sorted(map(str, found)))} cannot be composed; give the one that the ledger "
-                "states, and use one for the whole run"
-            )
-        return str(found.pop())
-
-    def _check_run(self, sampler: str, sample_rate: float | None, adjacency: str | None) -> None:
-        if not isinstance(sampler, str) or not 0 < len(sampler) <= LONGEST_NAME:
-            raise ValueError(f"sampler: got {sampler!r}; expected its name, 'poisson' for one, of 1 to 64 characters")
-        is_rate = isinstance(sample_rate, numbers.Real) and not isinstance(sample_rate, bool) and 0 < sample_rate <= 1
-        if not is_rate and (sample_rate is not None or sampler in (POISSON, NOMINAL)):
-            raise ValueError(f"sample_rate: got {sample_rate!r} for sampler {sampler!r}; expected a number in (0, 1]")
-        if adjacency is not None and adjacency not in ADJACENCIES:
-            raise ValueError(f"adjacency: got {adjacency!r}; expected 'add_remove' or 'replace_one'")
-
-
-def _sampler_refusal(sampler: str, count: int) -> str:
-    if sampler == NOMINAL:
-        return (
-            f"sampler: {count} steps drew shuffled partitions, whose epsilon is larger than Poisson accounting says "
-            "(in one example 1.95 there, at least 10.99 in truth); sample with PoissonBatchSampler, or ask for "
-            "epsilon(delta, amplification=False), or for the paper's convention, epsilon(delta, "
-            "nominal_as_poisson=True)"
-        )
-    return (
-        f"sampler: {count} steps drew from {sampler!r}, which no accountant here knows; sample with "
-        "PoissonBatchSampler, or, if no sample is twice in a batch, ask for epsilon(delta, amplification=False)"
-    )
 
 
 def _charge_in_add_noise(optimizer: Any, charge: Callable[[Any, StepRecord], None]) -> None:
@@ -290,10 +249,6 @@ def _charge_in_add_noise(optimizer: Any, charge: Callable[[Any, StepRecord], Non
             raise
 
     optimizer.add_noise = charged
-
-
-def _described(sampler: Any) -> tuple[str, float | None]:
-    return getattr(sampler, "name", UNKNOWN), getattr(sampler, "sample_rate", None)
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -42,8 +42,19 @@ def poisson_indices(size: int, sample_rate: float) -> torch.Tensor:
     return torch.from_numpy(_drawn(words, sample_rate))
 
 
+class Draws(NamedTuple):
+    """What a ledger compares its charges with. Public numbers."""
+
+    total: int         # batches drawn, by this object
+    run: int           # which pass the newest came from, counted from 0 in this object
+    in_run: int        # batches drawn in that pass
+    exhausted: bool    # no more to come in it
+
+
 class SecretBatchSampler(Sampler[list[int]]):
     """What both samplers share: a key of their own, and a position in passes of `steps` batches.
+
+    size, sample_rate, steps, rank, world_size are fixed: the ledger charges what batches were drawn with.
 
     A NoiseSource keeps key and counter, with its life cycle: fresh in copies and forked children, saved nowhere. The
     generator's key is SHA-256 of a domain and that key, so no word of it is a word of noise, whatever source is used.
@@ -52,8 +63,9 @@ class SecretBatchSampler(Sampler[list[int]]):
     kind = "unknown"
 
     def __init__(self, size: int, *, sample_rate: float, steps: int, rank: int, world_size: int) -> None:
-        self.size, self.sample_rate, self.steps = int(size), float(sample_rate), int(steps)
-        self.rank, self.world_size = int(rank), int(world_size)
+        self._size, self._sample_rate, self._steps = int(size), float(sample_rate), int(steps)
+        self._rank, self._world_size = int(rank), int(world_size)
+        self._draws = Draws(0, -1, 0, exhausted=False)
         self._source = NoiseSource()
         self._followed: NoiseSource | None = None
         self._epoch, self._first, self._drawn = 0, 0, 0   # of the pass in course: its number, first batch, next batch
@@ -69,6 +81,17 @@ class SecretBatchSampler(Sampler[list[int]]):
         sampler = cls(size, **arguments)
         sampler._source = NoiseSource.seeded_for_tests(seed)
         return sampler
+
+    size = property(lambda self: self._size, doc="Samples in the whole data, on all ranks; private.")
+    sample_rate = property(lambda self: self._sample_rate, doc="q, what an accountant is given.")
+    steps = property(lambda self: self._steps, doc="Batches in a pass.")
+    rank = property(lambda self: self._rank)
+    world_size = property(lambda self: self._world_size)
+
+    @property
+    def draws(self) -> Draws:
+        """How many batches were drawn so far: one draw, one step."""
+        return self._draws
 
     @property
     def name(self) -> str:
@@ -114,11 +137,14 @@ class SecretBatchSampler(Sampler[list[int]]):
         self._seen = 0 if self._followed is None else _steps_of(self._followed)
         epoch, self._pass = self._epoch, object()
         this = self._pass
+        self._draws = Draws(self._draws.total, self._draws.run + 1, 0, exhausted=False)
         for index in range(self._first, self.steps):
             stream = self._source.claim()   # counted before it is used, as for noise
             assert isinstance(stream.key, bytes)
+            total, run, in_run, exhausted = self._draws
             if this is self._pass:          # not an old pass that somebody goes on with
-                self._drawn = index + 1
+                self._drawn, in_run, exhausted = index + 1, in_run + 1, index + 1 == self.steps
+            self._draws = Draws(total + 1, run, in_run, exhausted)
             yield self._batch(stream.key, stream.step, epoch, index)
 
     def _batch(self, key: bytes, step: int, epoch: int, index: int) -> list[int]:
@@ -234,8 +260,10 @@ class ShuffledPartitionNominal(SecretBatchSampler):
         if batch_size > size:
             raise ValueError(f"batch_size: got {batch_size}; expected at most size = {size}")
         super().__init__(size, sample_rate=batch_size / size, steps=-(-size // batch_size), rank=0, world_size=1)
-        self.batch_size = int(batch_size)
+        self._batch_size = int(batch_size)
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))   # of which pass
+
+    batch_size = property(lambda self: self._batch_size)
 
     def _batch(self, key: bytes, step: int, epoch: int, index: int) -> list[int]:
         if self._order[0] != epoch:   # sorted by 64-bit words: a tie, of probability size^2 2^-65, keeps its order
