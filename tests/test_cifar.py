@@ -10,7 +10,7 @@ import pytest
 from dprs_kernels.paper import cifar, data
 from tests.test_idx import generated
 
-CIFAR = Path(os.environ.get(data.VARIABLE, "/tmp/cifar10")) / "cifar-10-batches-bin" / "test_batch.bin"
+CIFAR = Path(os.environ.get(data.VARIABLE, "")) / "cifar-10-batches-bin" / "test_batch.bin"
 
 
 # Pickles as Python 2 wrote the official files: these opcodes, which Python 3's pickle does not write any more.

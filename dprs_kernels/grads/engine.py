@@ -20,8 +20,8 @@ from dprs_kernels.noise import NoiseSource
 from dprs_kernels.outer import Grad
 from dprs_kernels.step import PrivateSum
 
-# Of per-sample gradients: about one and a half last-level caches. DP-CNN over plain SGD at 12, 20, 24, 32 samples: 1.12,
-# 1.09, 1.08, 1.10 in time and 35, 52, 65, 85 MiB of memory. Less starves the matrix products of small layers.
+# Of per-sample gradients: about one and a half last-level caches. DP-CNN over plain SGD at 12, 20, 24 and 32 samples:
+# 1.12, 1.09, 1.08, 1.10 in time, and 35, 52, 65, 85 MiB. Less starves the matrix products of small layers.
 MICRO_BATCH_BYTES = 48 * 2**20
 ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 

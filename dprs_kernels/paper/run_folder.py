@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import csv
 import os
-import secrets
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from dprs_kernels.files import written_whole
 from dprs_kernels.paper.config import TrainConfig
 
 
@@ -122,14 +122,5 @@ def _parsed(row: dict[str, str]) -> Metrics:
 
 
 def _write_whole(target: Path, text: str) -> None:
-    """The old file or the new one, whatever moment the process dies at."""
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(draft, "x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with written_whole(target) as file:
+        file.write(text.encode())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dprs_kernels.files import written_whole
 from dprs_kernels.masked_step import STATE_KEY, MaskedStep
 from dprs_kernels.privacy.ledger import Ledger
 from dprs_kernels.privacy.sampling import SecretBatchSampler
@@ -142,25 +142,10 @@ class TrainingState:
         return self._report(later)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Atomic and durable: a temporary file beside `path`, fsync, rename, fsync of the folder. Killed at any moment,
-        `path` is the old checkpoint or the new one; at worst a file .name.*.tmp is left over."""
-        target = Path(path)
+        """Atomic and durable (files.py): killed at any moment, `path` is the old checkpoint or the new one."""
         state = _plain(self.state_dict(), "state")
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with open(draft, "xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, target)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with written_whole(Path(path)) as file:
+            torch.save(state, file)
 
     def load(self, path: str | os.PathLike[str]) -> Resumed:
         """load_state_dict of a file that save wrote; nothing in the file is executed (weights_only)."""

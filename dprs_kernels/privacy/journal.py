@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dprs_kernels.files import sync_directory
+
 try:
     import fcntl
 except ImportError:   # Windows
@@ -132,7 +134,7 @@ class Journal:
                 raise ValueError(_no_such_head(path, self._trusted))
             self._tail.truncate(2 * SLOT)
             _write_slot(self._tail, len(lines) - 1, lines[-1])
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         self._lines = self._all()
         data = _whole(self._file)
         good = b"".join(line + b"\n" for line in self._lines)
@@ -142,7 +144,7 @@ class Journal:
             self._file.seek(at)
             _write_all(self._file, self._lines[-1] + b"\n")
             os.fsync(self._file.fileno())
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _put(self, n: int, line: bytes) -> None:
         assert self._file is not None
@@ -265,14 +267,6 @@ def _whole(file: IO[bytes]) -> bytes:
 def _write_all(file: IO[bytes], data: bytes) -> None:
     while data:   # an unbuffered write may be short
         data = data[file.write(data) :]
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _after_fork() -> None:
