@@ -11,12 +11,13 @@ from typing import IO
 
 
 @contextmanager
-def written_whole(target: Path) -> Iterator[IO[bytes]]:
+def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A temporary file beside `target`; at the end of the block it is synced, takes the name, and the folder is synced.
-    Killed at any moment, `target` is the old file or the new one; at worst a file .name.*.tmp is left over."""
+    Killed at any moment, `target` is the old file or the new one; at worst a file .name.*.tmp is left over. mode: of
+    the file, under the umask."""
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(draft, "xb") as file:
+        with open(draft, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

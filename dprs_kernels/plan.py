@@ -6,10 +6,10 @@ Every backend gets its constants from here, so that they cannot disagree on a bo
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dprs_kernels.checks import is_number
 from dprs_kernels.layout import Layout
 from dprs_kernels.noise import grid_of
 
@@ -90,12 +90,12 @@ def make_plan(
             f"loss_reduction: got {loss_reduction!r}; expected 'sum' (each sample's own gradient) or 'mean' "
             "(divided by the number of samples in the micro-batch)"
         )
-    if not _is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
+    if not is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier: got {noise_multiplier!r}; expected a finite number of at least 0 (0 switches noise "
             "off, and privacy with it)"
         )
-    if not _is_number(expected_batch_size) or not 0 < expected_batch_size < math.inf:
+    if not is_number(expected_batch_size) or not 0 < expected_batch_size < math.inf:
         raise ValueError(
             f"expected_batch_size: got {expected_batch_size!r}; expected a positive number, public and fixed in "
             "advance: the batch size you planned for, never the number of samples that happened to be drawn"
@@ -121,10 +121,6 @@ def make_plan(
     )   # fmt: skip
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _bounds(max_grad_norm: float | Sequence[float], clipping: str, parts: int) -> list[float]:
     """C of each segment. per_layer splits one C evenly, C/sqrt(P) each, or takes a list."""
     if isinstance(max_grad_norm, (list, tuple)):
@@ -137,7 +133,7 @@ def _bounds(max_grad_norm: float | Sequence[float], clipping: str, parts: int) -
     else:
         bounds = [max_grad_norm]
     for c in bounds:
-        if not _is_number(c) or not (c == math.inf or 2.0**-RANGE <= c <= 2.0**RANGE):
+        if not is_number(c) or not (c == math.inf or 2.0**-RANGE <= c <= 2.0**RANGE):
             raise ValueError(
                 f"max_grad_norm: got {c!r}; expected a positive number within [2^-{RANGE}, 2^{RANGE}], or inf for an "
                 "ablation without clipping (and without privacy)"

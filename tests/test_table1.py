@@ -18,6 +18,7 @@ from dprs_kernels.paper import train as train_module
 from dprs_kernels.paper.networks import network_for
 from dprs_kernels.paper.run_folder import RunFolder
 from dprs_kernels.paper.table1 import ROWS, Job, Record, Row, Setting
+from tests.test_train_command import ctrl_c
 
 TINY = Setting(epochs=2, lr=2.0, momentum=0.0, clip=1.0, final_rate=0.0, batch=256)   # 12 steps
 RS = replace(TINY, final_rate=0.5)
@@ -121,22 +122,6 @@ def test_a_table_from_start_to_end(
     monkeypatch.setattr(table1_runs, "commit", lambda: "of no step")
     assert cli.main([*table, "--seeds", "1"]) == 0   # the run is there, its line was lost
     assert table1.read(tmp_path / "t.csv") == records
-
-
-def ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> list[int]:
-    """Presses it in step `at`. [number of steps so far]"""
-    real, steps = train_module._Run._step, [0]
-
-    def step(self: object, *args: object) -> float:
-        steps[0] += 1
-        if steps[0] == at:
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-        return real(self, *args)   # type: ignore[arg-type]
-
-    monkeypatch.setattr(train_module._Run, "_step", step)
-    return steps
 
 
 def test_what_was_interrupted_goes_on(

@@ -138,10 +138,9 @@ def test_resume_after_kill_9(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [row.epoch for row in RunFolder.open(tmp_path / "killed").metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
-    """Presses it in step `at`."""
-    real = train_module._Run._step
-    steps = [0]
+def ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> list[int]:
+    """Presses it in step `at`. [number of steps so far]"""
+    real, steps = train_module._Run._step, [0]
 
     def step(self: object, *args: object) -> float:
         steps[0] += 1
@@ -152,6 +151,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
         return real(self, *args)   # type: ignore[arg-type]
 
     monkeypatch.setattr(train_module._Run, "_step", step)
+    return steps
 
 
 def test_ctrl_c_finishes_the_step_and_names_the_command(

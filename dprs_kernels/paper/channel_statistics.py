@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dprs_kernels.mask import KeepMask
 from dprs_kernels.masked_step import StepRecord
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.paper.scatter import transform
@@ -110,11 +109,5 @@ def _release(
     for chunk in x.split(CHUNK):
         total.add([(chunk / scales.view(1, -1, 1, 1)).pow(power).mean((2, 3))])
     total.release()
-    keep, plan = KeepMask.full([target]), total.plan
-    record = StepRecord(
-        step=noise.step - 1, key_id=noise.key_id, private=noise.private and plan.noise_std > 0,
-        noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm, expected_batch_size=size,
-        sensitivity=plan.sensitivity(keep.count), drop_rate=0.0, kept=keep.count, keep_digest=keep.digest(),
-    )   # fmt: skip
     assert target.grad is not None   # release wrote it
-    return record, target.grad
+    return total.record(), target.grad

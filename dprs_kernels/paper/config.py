@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from dprs_kernels.checks import is_number
 
 DATASETS = {"fmnist": "dp-cnn-s", "mnist": "dp-cnn-s", "cifar10": "dp-cnn", "svhn": "dp-cnn", "digits": "digits-cnn"}
 DELTA = 1e-5
@@ -79,9 +80,9 @@ class TrainConfig:
             )
         for name, low in (("epsilon", "above 0"), ("sigma", "of at least 0")):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value < math.inf and (value or name == "sigma")):
+            if value is not None and not (is_number(value) and 0 <= value < math.inf and (value or name == "sigma")):
                 raise ValueError(f"{name}: got {value!r}; expected a finite number {low}")
-        if not _is_number(self.delta) or not 0 < self.delta < 1:
+        if not is_number(self.delta) or not 0 < self.delta < 1:
             raise ValueError(f"delta: got {self.delta!r}; expected a number in (0, 1), well below 1 / training samples")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: got {self.seed!r}; expected an integer in [0, 2^63)")
@@ -124,7 +125,3 @@ class TrainConfig:
         if wrong:
             raise ValueError(f"{where}: unknown or missing {', '.join(wrong)}; it is of another version, or was edited")
         return cls(**values)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

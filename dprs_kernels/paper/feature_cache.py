@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from dprs_kernels.files import written_whole
 
 CHUNK = 256   # images at a time
 
@@ -66,22 +67,14 @@ def _write(
     progress: bool,
 ) -> None:   # fmt: skip
     """All features into a file beside `path`, which then takes its name."""
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")   # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.lib.format.write_array_header_1_0(
-                file, {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
-            )
-            with torch.no_grad(), _bar(len(images), title, progress) as bar:
-                for chunk in images.split(CHUNK):
-                    file.write(each(chunk).contiguous().numpy().astype("<f4", copy=False).tobytes())
-                    bar.update(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:   # Ctrl-C and a full disk too: half a file helps nobody
-        os.unlink(part)
-        raise
+    with written_whole(path, mode=0o600) as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
+        )
+        with torch.no_grad(), _bar(len(images), title, progress) as bar:
+            for chunk in images.split(CHUNK):
+                file.write(each(chunk).contiguous().numpy().astype("<f4", copy=False).tobytes())
+                bar.update(len(chunk))
 
 
 def _read(path: Path, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,13 +13,13 @@ or a constant rate, Poisson samples or shuffled partitions.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dprs_kernels.checks import is_number
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.optimizer import RSDPOptimizer
 from dprs_kernels.paper.ranked import RankedOptimizer
@@ -75,9 +75,9 @@ class Recipe:
         for name, choices in (("cooling", COOLING), ("optimizer", OPTIMIZERS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
-        if not _is_number(self.lr) or not 0 < self.lr < math.inf:
+        if not is_number(self.lr) or not 0 < self.lr < math.inf:
             raise ValueError(f"lr: got {self.lr!r}; expected a positive number, the learning rate")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: got {self.momentum!r}; expected a number in [0, 1)")
         if self.momentum and self.optimizer == "adam":
             raise ValueError(f"momentum: got {self.momentum!r} with Adam, which has its own; leave it at 0")
@@ -133,7 +133,3 @@ class Recipe:
 
 def _noise(seed: int | None, stream: int) -> NoiseSource:
     return NoiseSource() if seed is None else NoiseSource.seeded_for_tests(seed + stream)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

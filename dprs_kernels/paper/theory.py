@@ -14,11 +14,11 @@ with their labels in its source.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import torch
 
+from dprs_kernels.checks import is_number
 from dprs_kernels.mask import KeepMask
 
 
@@ -71,7 +71,7 @@ def bound(drop_rate: float, *, delta_c: float, delta_sigma: float, kappa: float 
     r, c, sigma = _rate(drop_rate), _positive("delta_c", delta_c), _positive("delta_sigma", delta_sigma, zero=True)
     if kappa is None:
         kappa = math.sqrt(1 - r)
-    elif not _is_number(kappa) or not (1 - r < kappa < 1 or kappa == 1 == 1 - r):
+    elif not is_number(kappa) or not (1 - r < kappa < 1 or kappa == 1 == 1 - r):
         raise ValueError(f"kappa: got {kappa!r} at drop_rate {r:g}; expected between {1 - r:g} and 1 (1 at rate 0)")
     return (c + (1 - r) * sigma) / kappa
 
@@ -193,23 +193,19 @@ def gradient_norm_ratio(grad_samples: Sequence[torch.Tensor], keep: KeepMask, *,
     return norms[0] / norms[1]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _positive(name: str, value: float, *, zero: bool = False) -> float:
-    if not _is_number(value) or not (0 < value < math.inf or (zero and value == 0)):
+    if not is_number(value) or not (0 < value < math.inf or (zero and value == 0)):
         raise ValueError(f"{name}: got {value!r}; expected a finite number {'of at least' if zero else 'above'} 0")
     return float(value)
 
 
 def _rate(value: float) -> float:
-    if not _is_number(value) or not 0 <= value < 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise ValueError(f"drop_rate: got {value!r}; expected a number in [0, 1)")
     return float(value)
 
 
 def _momentum(name: str, value: float) -> float:
-    if not _is_number(value) or not 0 <= value < 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise ValueError(f"{name}: got {value!r}; expected a number in [0, 1)")
     return float(value)

@@ -26,6 +26,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable
 
+from dprs_kernels.checks import is_number
 from dprs_kernels.privacy import accountants
 from dprs_kernels.privacy.accountants import Setting
 
@@ -70,7 +71,7 @@ def epsilon(
     2.101
     """
     _check_multiplier(noise_multiplier)
-    if not _is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
+    if not is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
         raise ValueError(
             f"sensitivity_ratio: got {sensitivity_ratio!r}; expected a number of at least 1, plan.sensitivity(K) / C"
         )
@@ -227,17 +228,13 @@ def _merged(settings: list[tuple[float, float, int]]) -> list[Setting]:
     return merged
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _check_multiplier(noise_multiplier: float) -> None:
-    if not _is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
+    if not is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier: got {noise_multiplier!r}; expected a finite number of at least 0")
 
 
 def _check_run(*, sample_rate: float, steps: int) -> None:
-    if not _is_number(sample_rate) or not 0 < sample_rate <= 1:
+    if not is_number(sample_rate) or not 0 < sample_rate <= 1:
         raise ValueError(
             f"sample_rate: got {sample_rate!r}; expected a number in (0, 1], expected batch size over size of the data"
         )
@@ -257,11 +254,11 @@ def _check_adjacency(adjacency: str) -> None:
 
 
 def _check_delta(name: str, delta: float) -> None:
-    if not _is_number(delta) or not 0 < delta < 1:
+    if not is_number(delta) or not 0 < delta < 1:
         raise ValueError(f"{name}: got {delta!r}; expected a number in (0, 1), below 1 / samples")
 
 
 def _check_targets(target_epsilon: float, target_delta: float) -> None:
-    if not _is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
+    if not is_number(target_epsilon) or not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon: got {target_epsilon!r}; expected a positive, finite number")
     _check_delta("target_delta", target_delta)
