@@ -1,5 +1,5 @@
-"""The command line: dprs, or python -m dprs_kernels, with train | compare | paper | advise | demo | account | audit |
-info | kernels."""
+"""The command line: dprs, or python -m dprs_kernels, with train | compare | paper | advise | account | audit | info |
+kernels."""
 
 from __future__ import annotations
 
@@ -30,42 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dprs_kernels", description="Private SGD with random sparsification.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    # Without a value an option is left out, so that demo.run holds the defaults.
-    demo = commands.add_parser(
-        "demo", help="a private training run on scikit-learn's digits", argument_default=argparse.SUPPRESS
-    )
-    demo.add_argument("--epochs", type=int, metavar="E", help="training length (default: 30)")
-    demo.add_argument("--epsilon", type=float, metavar="EPS", help="privacy budget, at delta 1e-4 (default: 3.0)")
-    demo.add_argument("--final-rate", type=float, metavar="R", help="drop rate of the last epoch (default: 0.9)")
-    demo.add_argument("--seed", type=int, metavar="S", help="of split, weights and masks; not of noise (default: 0)")
-    demo.add_argument("--backend", metavar="NAME", help="auto, reference, cpu or triton (default: auto)")
-    demo.add_argument("--no-progress", dest="progress", action="store_false", help="print the result only")
-    demo.set_defaults(command=_demo)
+    for module in (train_command, compare_command, paper_command, advise_command, account_command, audit_command):
+        module.add_parser(commands)
     kernels = commands.add_parser("kernels", help="what the GPU kernels compile to, with bounds; needs no GPU")
     kernels.add_argument("--target", metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942 (default: all)")
     kernels.set_defaults(command=_kernels)
-    account_command.add_parser(commands)
-    audit_command.add_parser(commands)
-    train_command.add_parser(commands)
-    compare_command.add_parser(commands)
-    paper_command.add_parser(commands)
-    advise_command.add_parser(commands)
     info = commands.add_parser("info", help="versions, backends with the reason of each, CPU features, threads")
     info.set_defaults(command=_info)
     return parser
-
-
-def _demo(**options: object) -> None:
-    import torch
-
-    from dprs_kernels import demo
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)   # as quick for so small a model, and ten times quicker beside other work
-    try:
-        print(demo.run(**options).summary())  # type: ignore[arg-type]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _kernels(target: str | None) -> None:

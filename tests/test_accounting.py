@@ -173,11 +173,23 @@ def test_epsilon_refuses(change: dict[str, Any], message: str) -> None:
         ({"steps": 0}, r"^steps: got 0; expected"),
         ({"sample_rate": 2}, r"^sample_rate: got 2; expected"),
         ({"target_epsilon": 1e-4, "sample_rate": 1.0}, r"^target_epsilon: got 0.0001; the RDP accountant does not"),
+        ({"besides": [(1.0, 1.0, 2)]}, r"^besides: costs all of target_epsilon=3.0, or more; expected a larger budget"),
+        ({"sensitivity_ratio": 0.5}, r"^sensitivity_ratio: got 0.5; expected a number of at least 1"),
     ],
 )
 def test_calibrate_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         calibrate(**{**CIFAR, "steps": 10, **change})
+
+
+def test_calibrate_pays_for_what_is_besides() -> None:
+    """The smallest in thousandths with which both stay within the budget; alone it would be smaller."""
+    run = dict(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.02, steps=200)
+    other = (8.0, 1.0, 2)
+    sigma = calibrate(**run, besides=[other])
+    spent = [composed_epsilon([other, (s, 0.02, 200)], delta=1e-5) for s in (sigma, sigma - 0.001)]
+    assert spent[0] <= 3.0 < spent[1]
+    assert sigma > calibrate(**run)
 
 
 @pytest.mark.usefixtures("uncached")
@@ -479,4 +491,4 @@ def test_missing_dp_accounting_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 def test_examples_in_docstrings_run() -> None:
     result = doctest.testmod(accounting)
     assert result.failed == 0
-    assert result.attempted == 5
+    assert result.attempted == 6

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from dprs_kernels import GradualCooling, NoiseSource
-from dprs_kernels.demo import per_sample_gradients
+from dprs_kernels.grads import FunctionalSource
 from dprs_kernels.optimizer import RSDPOptimizer
 from dprs_kernels.privacy import checkpoint
 from dprs_kernels.privacy.checkpoint import TrainingState
@@ -66,12 +66,15 @@ class Run:
         self.state = TrainingState(
             self.model, self.optimizer, sampler=self.sampler, ledger=self.ledger, schedulers=[self.scheduler]
         )
-        self.gradients = per_sample_gradients(self.model)
+        self.source = FunctionalSource(self.model)
         self.batches: list[list[int]] = []
         self.masks: list[str] = []
 
+    def gradients(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return list(self.source.grads(nn.CrossEntropyLoss(), x, y).values())
+
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.optimizer.step(grad_samples=list(self.gradients(x, y).values()))
+        self.optimizer.step(grad_samples=self.gradients(x, y))
 
     def train(self, epoch: int = 0, stop: int | None = None) -> "Run":
         """To the end, or until this object has taken `stop` steps."""
@@ -147,7 +150,7 @@ def test_a_seeded_resume_says_so(tmp_path: Path) -> None:
 def test_an_open_logical_batch_is_drawn_again(tmp_path: Path) -> None:
     first = Run(seed=4).train(stop=4)
     x, y, _ = next(iter(first.loader))
-    first.optimizer.accumulate(list(first.gradients(x, y).values()))
+    first.optimizer.accumulate(first.gradients(x, y))
     first.state.save(tmp_path / "run.pt")
     whole, second = Run(seed=4).train(), resumed(tmp_path / "run.pt", seed=4)
     assert second.batches == whole.batches[4:]
@@ -181,7 +184,7 @@ def test_no_key_and_no_sum_in_the_file(tmp_path: Path) -> None:
     run.train(stop=5)
     keys = [run.optimizer.noise._key, run.sampler._source._key]
     x, y, _ = next(iter(DataLoader(run.loader.dataset, batch_size=7)))
-    run.optimizer.accumulate(list(run.gradients(x, y).values()))
+    run.optimizer.accumulate(run.gradients(x, y))
     total = run.optimizer._total._total.clone()
     assert total.abs().sum() > 0
     run.state.save(tmp_path / "run.pt")

@@ -1,7 +1,5 @@
-"""python -m dprs_kernels: info with and without the CPU kernels, demo, and errors as exit code 2."""
+"""python -m dprs_kernels: info with and without the CPU kernels, and errors as exit code 2."""
 
-import inspect
-import re
 import subprocess
 import sys
 
@@ -78,82 +76,18 @@ def test_cpu_name_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cli._cpu_name() == cli.platform.machine()
 
 
-def test_demo_prints_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("opacus")
-    threads = torch.get_num_threads()
-    assert cli.main(["demo", "--epochs", "2"]) == 0
-    assert torch.get_num_threads() == threads
-    out, err = capsys.readouterr()
-    assert "test accuracy" in out
-    assert float(re.search(r"epsilon ([0-9.]+) at delta", out)[1]) <= 3.0  # type: ignore[index]
-    assert "epochs: 100%" in err   # progress goes to stderr, results to stdout
-    assert cli.main(["demo", "--epochs", "2", "--no-progress"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dprs_kernels import demo
-
-    calls = []
-
-    def run(**options: object) -> demo.DemoResult:
-        calls.append(options)
-        return demo.DemoResult(0.5, 1.0, 1e-4, 1.0, 1, 0.2, 0.9, "cpu", "0")
-
-    monkeypatch.setattr(demo, "run", run)
-    options = ["--epochs", "4", "--epsilon", "8", "--final-rate", ".5", "--seed", "3", "--backend", "cpu"]
-    assert cli.main(["demo", *options, "--no-progress"]) == 0
-    assert cli.main(["demo"]) == 0
-    given = {"epochs": 4, "epsilon": 8.0, "final_rate": 0.5, "seed": 3, "backend": "cpu", "progress": False}
-    assert calls == [given, {}]   # what is not given is left to run's defaults
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "epochs: got 0; expected an integer of at least 1"),
-        (["--epsilon", "0"], "target_epsilon: got 0.0; expected a positive"),
-        (["--epsilon", "nan"], "target_epsilon: got nan; expected a positive"),
-        (["--final-rate", "1"], "final_rate: got 1.0; expected a number in [0, 1)"),
-        (["--seed", "-1"], "seed: got -1; expected an integer"),
-        (["--backend", "abacus"], "backend: got 'abacus'; expected one of"),
-    ],
-)
-def test_demo_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("opacus")
-    assert cli.main(["demo", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"dprs_kernels: {message}")
-    assert "Traceback" not in err
-
-
 def test_missing_extra_exits_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert cli.main(["demo"]) == 2
+    assert cli.main(["train", "--dataset", "digits"]) == 2
     assert 'pip install "dprs_kernels[train]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["demo", "--epochs", "many"], ["demo", "--wings", "2"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["info", "--wings", "2"]])
 def test_argparse_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
     assert "usage:" in capsys.readouterr().err
-
-
-def test_help_states_the_defaults_of_run(capsys: pytest.CaptureFixture[str]) -> None:
-    from dprs_kernels.demo import run
-
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["demo", "--help"])
-    assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for name, parameter in inspect.signature(run).parameters.items():
-        option = "--no-progress" if name == "progress" else f"--{name.replace('_', '-')} "
-        assert option in text
-        if name != "progress":
-            assert f"(default: {parameter.default})" in text.split(option)[-1].split(" --")[0]
 
 
 def test_module_runs_as_a_program() -> None:

@@ -13,7 +13,7 @@ from dprs_kernels.paper.networks import NETWORKS, network_for
 
 SIZES = {   # SETTINGS.md, and 1898 of our own
     "dp-cnn": 550_570, "dp-cnn-s": 26_010, "h-cnn": 187_210, "h-cnn-s": 33_066, "linear-scatter": 155_530,
-    "linear-scatter-s": 39_700, "resnet20": 268_346, "digits-cnn": 1_898,
+    "linear-scatter-s": 39_700, "resnet20": 268_346, "linear-probe": 12_810, "digits-cnn": 1_898,
 }   # fmt: skip
 LOSS = nn.CrossEntropyLoss(reduction="sum")
 

@@ -54,12 +54,6 @@ def test_another_side_is_another_file(tmp_path, stand_in):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_size():
-    network = probe.LINEAR_PROBE
-    assert sum(p.numel() for p in network.make().parameters()) == network.size == 12_810
-    assert network.make()(torch.zeros(2, *network.input_shape)).shape == (2, 10)
-
-
 def test_wrong_arguments(tmp_path):
     for side in (0, 48, 64.0, True):
         with pytest.raises(ValueError, match=r"side: got .*; expected a multiple of 32"):

@@ -27,6 +27,7 @@ from dprs_kernels.paper.train import RunFailed, resume, train
 from dprs_kernels.privacy.accounting import epsilon as epsilon_of
 from dprs_kernels.privacy.checkpoint import TrainingState
 from dprs_kernels.privacy.ledger import Ledger
+from dprs_kernels.privacy.sampling import PoissonBatchSampler
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("opacus")   # the accountant
@@ -124,6 +125,19 @@ def test_the_last_row_is_the_accuracy_of_the_model(tmp_path: Path, data: Data) -
 
 def test_it_learns(data: Data) -> None:
     assert train(config(epochs=30, sigma=0.1, final_rate=0.0), data=data).accuracy > 0.8   # chance is 0.1
+
+
+def test_empty_batches_take_their_steps(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is added and charged as ever, and it moves the weights: who was sampled must not show."""
+    models: list[torch.nn.Module] = []
+    monkeypatch.setattr(train_module, "make_model", lambda *a: models.append(make_model(*a)) or models[-1])
+    drawn = PoissonBatchSampler.__iter__
+    monkeypatch.setattr(PoissonBatchSampler, "__iter__", lambda self: ([] for _ in drawn(self)))
+    result = train(config(final_rate=0.0), data=data)
+    assert (result.ended, result.steps, result.charged) == ("finished", 12, 12)
+    for before, after in zip(make_model(NETWORKS["digits-cnn"], 0).parameters(), models[0].parameters(), strict=True):
+        assert bool(after.isfinite().all())
+        assert bool((before != after).all())
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -393,5 +407,5 @@ def test_examples_in_docstrings_run(name: str) -> None:
 
 def test_missing_matplotlib_is_told_before_training(monkeypatch: pytest.MonkeyPatch, data: Data) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "dprs_kernels\[paper\]"'):
+    with pytest.raises(ImportError, match=r'pip install "dprs_kernels\[train\]"'):
         train(config(), data=data)

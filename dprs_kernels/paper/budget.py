@@ -7,6 +7,7 @@ Each step counts with sigma C / sensitivity, the rounding of the sum included. T
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import make_plan
@@ -16,19 +17,21 @@ from dprs_kernels.privacy.ledger import Ledger
 
 def sigma_for(
     layout: Layout, *, epsilon: float, delta: float, max_grad_norm: float, sample_rate: float, steps: int,
-    accountant: str = "rdp",
+    accountant: str = "rdp", besides: Iterable[tuple[float, float, int]] = (),
 ) -> float:   # fmt: skip
     """The smallest sigma in thousandths that keeps `steps` steps within epsilon, with all coordinates kept, which is
     the most that rounding costs. The grid grows with sigma, hence the loop of two or three rounds.
 
+    besides: what else the budget pays for (accounting.calibrate).
+
     >>> sigma_for(Layout.of([(26010,)]), epsilon=3.0, delta=1e-5, max_grad_norm=1.0, sample_rate=0.01, steps=100)
     0.713
     """
-    ratio = 1.0
+    ratio, besides = 1.0, list(besides)
     while True:
         sigma = calibrate(
             target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant=accountant,
-            sensitivity_ratio=ratio,
+            sensitivity_ratio=ratio, besides=besides,
         )   # fmt: skip
         needed = sensitivity_ratio(layout, sigma=sigma, max_grad_norm=max_grad_norm)
         if needed <= ratio:

@@ -16,10 +16,13 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from dprs_kernels.layout import Layout
 from dprs_kernels.masked_step import StepRecord
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.paper.scatter import transform
+from dprs_kernels.plan import make_plan
 from dprs_kernels.privacy.ledger import POISSON, Ledger
 from dprs_kernels.step import PrivateSum
 
@@ -38,11 +41,42 @@ class ChannelStatistics:
     std: torch.Tensor                   # [K] float32
     records: tuple[StepRecord, ...]     # two releases at sample rate 1
 
-    def normalise_(self, x: torch.Tensor) -> torch.Tensor:
-        """(x - mean) / std per channel, in place, for features [N, K, H, W] of training and test images alike."""
-        if x.dim() != 4 or x.shape[1] != len(self.mean):
-            raise ValueError(f"x: got {list(x.shape)}; expected features [N, {len(self.mean)}, H, W]")
-        return x.sub_(self.mean.view(1, -1, 1, 1)).div_(self.std.view(1, -1, 1, 1))
+
+class Standardise(nn.Module):
+    """(x - mean) / std per channel, [n, K, H, W]: the layer before a network. Its numbers are buffers, so that they go
+    into checkpoints with the weights; until `fill` it passes x through.
+
+    >>> Standardise(3)(torch.ones(1, 3, 2, 2)).mean().item()
+    1.0
+    """
+
+    mean: torch.Tensor   # [K, 1, 1]
+    std: torch.Tensor    # [K, 1, 1]
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("std", torch.ones(channels, 1, 1))
+
+    def fill(self, statistics: ChannelStatistics) -> None:
+        for buffer, values in ((self.mean, statistics.mean), (self.std, statistics.std)):
+            buffer.copy_(values.view_as(buffer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.mean) / self.std
+
+
+def cost(channels: int, noise_multiplier: float = NOISE_MULTIPLIER) -> list[tuple[float, float, int]]:
+    """What estimate will charge, for accounting.calibrate's `besides`: two releases at sample rate 1.
+
+    >>> [(round(noise, 3), q, count) for noise, q, count in cost(243)]
+    [(8.0, 1.0, 2)]
+    """
+    plan = make_plan(
+        Layout.of([(channels,)]), max_grad_norm=_bound(channels), noise_multiplier=noise_multiplier,
+        expected_batch_size=1,
+    )   # fmt: skip
+    return [(noise_multiplier * _bound(channels) / plan.sensitivity(channels), 1.0, 2)]
 
 
 def estimate(
@@ -97,14 +131,18 @@ def public_scales(input_shape: tuple[int, int, int]) -> torch.Tensor:
         return transform((height, width))(images).square().mean((0, 2, 3)).sqrt()
 
 
+def _bound(channels: int) -> float:
+    return BOUND * math.sqrt(channels)
+
+
 def _release(
     x: torch.Tensor, scales: torch.Tensor, power: int, size: float, noise: NoiseSource, noise_multiplier: float
 ) -> tuple[StepRecord, torch.Tensor]:
     """One Gaussian mechanism, [K]: the mean over images of their mean over positions of (x / s)^power."""
-    target, bound = torch.zeros(len(scales)), BOUND * math.sqrt(len(scales))
+    target = torch.zeros(len(scales))
     total = PrivateSum(
-        [("channels", target)], max_grad_norm=bound, noise_multiplier=noise_multiplier, expected_batch_size=size,
-        noise=noise, backend="auto",
+        [("channels", target)], max_grad_norm=_bound(len(scales)), noise_multiplier=noise_multiplier,
+        expected_batch_size=size, noise=noise, backend="auto",
     )   # fmt: skip
     for chunk in x.split(CHUNK):
         total.add([(chunk / scales.view(1, -1, 1, 1)).pow(power).mean((2, 3))])

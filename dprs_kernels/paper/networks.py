@@ -8,10 +8,12 @@
     linear-scatter     155,530   243 x 8 x 8      one linear layer on ScatterNet features of CIFAR-10, SVHN
     linear-scatter-s   39,700    81 x 7 x 7       the same for Fashion-MNIST, MNIST
     resnet20           268,346   3 x 32 x 32      GEP's: widths 16, 32, 64, GroupNorm without parameters
+    linear-probe       12,810    1280             one linear layer on frozen features of an ImageNet network (probe.py)
     digits-cnn         1,898     1 x 8 x 8        ours, for scikit-learn's digits: convolutions 8, 16, then 10
 
-tanh after every hidden layer (resnet20: ReLU), torch's default initial weights. Features are normalised where they are
-made (scatter.py), not in the network: that has no parameters and sees one image at a time, so once is enough. No
+tanh after every hidden layer (resnet20: ReLU), torch's default initial weights. ScatterNet features are
+normalised where they are made (scatter.py), which sees one image at a time, or by channel statistics that are estimated
+privately in the run (channel_statistics.py). No
 layer mixes samples: per_sample, Opacus and BackPACK all take these networks.
 """
 
@@ -43,7 +45,7 @@ class Network:
     size: int                       # D: trainable parameters
     input_shape: tuple[int, ...]    # of one image or feature map
     datasets: tuple[str, ...]       # names of data.load that fit
-    features: str                   # "pixels", or "scatter": inputs are scatter.features
+    features: str                   # "pixels"; "scatter", "probe": inputs are scatter.features, probe.features
 
 
 def dp_cnn() -> nn.Module:
@@ -90,6 +92,11 @@ def linear_scatter() -> nn.Module:
 def linear_scatter_s() -> nn.Module:
     """[n, 81, 7, 7] -> [n, 10]."""
     return nn.Sequential(nn.Flatten(), nn.Linear(81 * 7 * 7, CLASSES))
+
+
+def linear_probe() -> nn.Module:
+    """[n, 1280] -> [n, 10]."""
+    return nn.Sequential(nn.Linear(1280, CLASSES))
 
 
 def digits_cnn() -> nn.Module:
@@ -139,6 +146,7 @@ NETWORKS: dict[str, Network] = {
         Network("linear-scatter", linear_scatter, 155_530, (243, 8, 8), COLOUR, "scatter"),
         Network("linear-scatter-s", linear_scatter_s, 39_700, (81, 7, 7), GREY, "scatter"),
         Network("resnet20", resnet20, 268_346, (3, 32, 32), COLOUR, "pixels"),
+        Network("linear-probe", linear_probe, 12_810, (1280,), (*COLOUR, *GREY), "probe"),
         Network("digits-cnn", digits_cnn, 1_898, (1, 8, 8), ("digits",), "pixels"),
     )
 }

@@ -18,7 +18,7 @@ def check() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'plots need matplotlib ({error}): pip install "dprs_kernels[paper]"') from error
+        raise ImportError(f'plots need matplotlib ({error}): pip install "dprs_kernels[train]"') from error
 
 
 def plot(runs: Mapping[str, Sequence[Metrics]], path: str | os.PathLike[str], *, budget: float | None = None) -> None:

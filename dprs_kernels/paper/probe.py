@@ -21,18 +21,9 @@ from torch.nn import functional
 
 from dprs_kernels.paper.data import SOURCES, Data
 from dprs_kernels.paper.feature_cache import cache_folder, cached
-from dprs_kernels.paper.networks import CLASSES, COLOUR, GREY, Network
 
 WIDTH = 1280
 VERSION = 1   # of the files: part of their digest
-
-
-def linear_probe() -> nn.Module:
-    """[n, 1280] -> [n, 10]."""
-    return nn.Linear(WIDTH, CLASSES)
-
-
-LINEAR_PROBE = Network("linear-probe", linear_probe, 12_810, (WIDTH,), (*COLOUR, *GREY), "probe")
 
 
 def features(data: Data, cache_dir: str | Path | None = None, *, side: int = 64, progress: bool = True) -> Data:

@@ -39,6 +39,8 @@ class Result:
                          f"{config.final_rate:.0%} dropped",
             "steps": f"{self.steps} of {self.planned}, {self.charged} charged",
         }   # fmt: skip
+        if config.normalise == "channels":
+            lines["features"] = "normalised by channel statistics, estimated privately: two releases, in epsilon"
         if self.claim != "none":
             lines["not covered"] = "choosing these settings, further runs, the test images, the number of images"
         if self.plain is not None:

@@ -97,12 +97,12 @@ class _Inputs:
     """The data of the row at hand; one at a time, since CIFAR-10's features are 3.7 GB."""
 
     def __init__(self, root: str | None, progress: Progress) -> None:
-        self._root, self._progress, self._key = root, progress, ("", "")
+        self._root, self._progress, self._key = root, progress, ("", "", "")
         self._data: Data | None = None
 
     def of(self, job: Job) -> Data:
         network = network_for(job.row.model, job.row.dataset)
-        key = (job.row.dataset, network.features)
+        key = (job.row.dataset, network.features, job.config().normalise)
         if self._data is None or key != self._key:
             self._data = None   # before the next is read
             self._data, self._key = load_data(job.config(self._root), network, self._progress), key

@@ -21,12 +21,12 @@ from torch.nn import functional
 from dprs_kernels.grads import per_sample
 from dprs_kernels.grads.engine import micro_batch_size
 from dprs_kernels.layout import Layout
-from dprs_kernels.paper import budget, plots
+from dprs_kernels.paper import budget, channel_statistics, plots
 from dprs_kernels.paper.config import TrainConfig
 from dprs_kernels.paper.data import Data
 from dprs_kernels.paper.networks import Network, network_for
 from dprs_kernels.paper.plain import PlainRatio, PlainTwin
-from dprs_kernels.paper.prepare import accuracy_of, load_data, make_model
+from dprs_kernels.paper.prepare import accuracy_of, fill_statistics, load_data, make_model, with_statistics
 from dprs_kernels.paper.progress import Progress, Silent
 from dprs_kernels.paper.recipes import Recipe
 from dprs_kernels.paper.result import Result
@@ -106,7 +106,10 @@ class _Run:
         )   # fmt: skip
         recipe_of(noise_multiplier=1.0)   # wrong settings raise before data is read
         plots.check()
+        if config.normalise == "channels":
+            network = with_statistics(network)
         self.data = load_data(config, network, progress) if data is None else data
+        self.network = network
         self.seed = config.seed if config.insecure_seeded_noise else None
         self.model = make_model(network, config.seed)
         self.source = per_sample(self.model)
@@ -118,7 +121,6 @@ class _Run:
             self.model.named_parameters(), seed_for_tests=self.seed, backend=config.backend
         )
         self.twin = self._twin(network) if compare else None
-        self.network = network
 
     def threads(self, asked: int | str | None) -> int | None:
         if asked is None or isinstance(asked, int):
@@ -138,6 +140,7 @@ class _Run:
         return budget.sigma_for(
             self.layout, epsilon=config.epsilon, delta=config.delta, max_grad_norm=config.clip,
             sample_rate=self.sampler.sample_rate, steps=self.planned, accountant=config.accountant,
+            besides=channel_statistics.cost(self.network.input_shape[0]) if config.normalise == "channels" else (),
         )   # fmt: skip
 
     def _twin(self, network: Network) -> PlainTwin:
@@ -172,11 +175,16 @@ class _Run:
         if folder is not None and folder.checkpoint.exists():
             for note in state.load(folder.checkpoint).notes:
                 self.progress.note(note)
-        elif ledger.steps:
+            return
+        if ledger.steps:
             self.progress.note(
                 f"no checkpoint yet: starting again; the {ledger.steps} steps in the ledger stay charged, and steps "
                 "taken again are charged again"
             )
+        if self.config.normalise == "channels":
+            fill_statistics(self.model, self.data.train_x, ledger, seed_for_tests=self.seed)
+            if folder is not None:
+                state.save(folder.checkpoint)   # a run that goes on does not pay for them again
 
     def _loop(
         self, state: TrainingState, folder: RunFolder | None, ledger: Ledger

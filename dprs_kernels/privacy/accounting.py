@@ -71,10 +71,7 @@ def epsilon(
     2.101
     """
     _check_multiplier(noise_multiplier)
-    if not is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
-        raise ValueError(
-            f"sensitivity_ratio: got {sensitivity_ratio!r}; expected a number of at least 1, plan.sensitivity(K) / C"
-        )
+    _check_ratio(sensitivity_ratio)
     history = [(noise_multiplier / sensitivity_ratio, sample_rate, steps)]
     return composed_epsilon(history, delta=delta, accountant=accountant, adjacency=adjacency)
 
@@ -146,20 +143,31 @@ def calibrate(
     accountant: str = "rdp",
     adjacency: str = "add_remove",
     sensitivity_ratio: float = 1.0,
+    besides: Iterable[tuple[float, float, int]] = (),
 ) -> float:
     """The smallest sigma in thousandths with epsilon(sigma) <= target_epsilon: rounded up, never above target.
 
+    besides: what else the budget has to pay for, as composed_epsilon's history: (sigma C / sensitivity, q, releases).
+
     >>> calibrate(target_epsilon=2.2, target_delta=1e-5, sample_rate=0.01, steps=1000)
     0.981
+    >>> calibrate(target_epsilon=2.2, target_delta=1e-5, sample_rate=0.01, steps=1000, besides=[(8.0, 1.0, 2)])
+    1.006
     """
     _check_targets(target_epsilon, target_delta)
+    _check_ratio(sensitivity_ratio)
+    others = list(besides)
+    if others and composed_epsilon(others, delta=target_delta, accountant=accountant, adjacency=adjacency) >= (
+        target_epsilon
+    ):
+        raise ValueError(f"besides: costs all of target_epsilon={target_epsilon!r}, or more; expected a larger budget")
 
     def enough(thousandths: int) -> bool:
+        history = [*others, (thousandths / DECIMALS / sensitivity_ratio, sample_rate, steps)]
         try:
-            return target_epsilon >= epsilon(
-                noise_multiplier=thousandths / DECIMALS, sample_rate=sample_rate, steps=steps, delta=target_delta,
-                accountant=accountant, adjacency=adjacency, sensitivity_ratio=sensitivity_ratio,
-            )   # fmt: skip
+            return target_epsilon >= composed_epsilon(
+                history, delta=target_delta, accountant=accountant, adjacency=adjacency
+            )
         except accountants.TooLarge:
             return False   # hundreds: more noise than is asked for, at worst
 
@@ -231,6 +239,13 @@ def _merged(settings: list[tuple[float, float, int]]) -> list[Setting]:
 def _check_multiplier(noise_multiplier: float) -> None:
     if not is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier: got {noise_multiplier!r}; expected a finite number of at least 0")
+
+
+def _check_ratio(sensitivity_ratio: float) -> None:
+    if not is_number(sensitivity_ratio) or not 1 <= sensitivity_ratio < math.inf:
+        raise ValueError(
+            f"sensitivity_ratio: got {sensitivity_ratio!r}; expected a number of at least 1, plan.sensitivity(K) / C"
+        )
 
 
 def _check_run(*, sample_rate: float, steps: int) -> None:
