@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, whatever moment the process dies at."""
+"""Files that are written whole or not at all, whatever moment the process dies at; text whose errors name the file."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
         draft.unlink(missing_ok=True)
         raise
     sync_directory(target.parent)
+
+
+def read_text(path: Path) -> str:
+    """UTF-8, with an error that names the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no text ({error}); it is damaged, or another kind of file") from error
 
 
 def sync_directory(path: Path) -> None:

@@ -5,6 +5,7 @@ import doctest
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from dprs_kernels import per_sample
 from dprs_kernels.grads.functional import FunctionalSource
@@ -62,8 +63,20 @@ def test_activations(name):
     hidden = sum(kinds.count(kind) for kind in (nn.Conv2d, nn.Linear)) - 1
     if name == "resnet20":
         assert (kinds.count(nn.ReLU), kinds.count(nn.GroupNorm), kinds.count(nn.Tanh)) == (hidden, hidden, 0)
+        norms = [module for module in made(name).modules() if isinstance(module, nn.GroupNorm)]
+        assert {(norm.num_groups, norm.affine) for norm in norms} == {(4, False)}
     else:
         assert (kinds.count(nn.Tanh), kinds.count(nn.ReLU)) == (hidden, 0)
+
+
+def test_the_block_of_resnet20():
+    """relu(shortcut + norm(conv(relu(norm(conv x))))), written out."""
+    torch.manual_seed(0)
+    block, x = networks.Block(4, 8, 2), torch.randn(2, 4, 6, 6)
+    inner = functional.relu(functional.group_norm(functional.conv2d(x, block.conv1.weight, stride=2, padding=1), 4))
+    out = functional.group_norm(functional.conv2d(inner, block.conv2.weight, padding=1), 4)
+    short = torch.cat([x[:, :, ::2, ::2], torch.zeros(2, 4, 3, 3)], 1)
+    torch.testing.assert_close(block(x), functional.relu(out + short))
 
 
 def test_default_initial_weights():

@@ -11,7 +11,8 @@ from dprs_kernels.paper.config import TrainConfig
 from dprs_kernels.paper.data import Data
 from dprs_kernels.paper.networks import NETWORKS
 from dprs_kernels.paper.progress import Silent
-from dprs_kernels.paper.train import resume, train
+from dprs_kernels.paper.train import RunFailed, resume, train
+from dprs_kernels.privacy.checkpoint import TrainingState
 from dprs_kernels.privacy.ledger import Ledger
 
 pytest.importorskip("opacus")       # the accountant
@@ -63,7 +64,7 @@ def test_channel_statistics_are_charged_and_paid_for(features: Data, tmp_path: P
 
 
 def test_a_resumed_run_does_not_pay_twice(features: Data, tmp_path: Path) -> None:
-    steps = iter([False, False, True])
+    steps = iter([False, False, False, True])
     result = train(config(), out=tmp_path / "run", data=features, stop=lambda: next(steps))
     assert (result.ended, result.charged) == ("interrupted", 5)
     mean = mean_in(tmp_path / "run")
@@ -86,10 +87,32 @@ def test_killed_before_the_first_step(features: Data, tmp_path: Path, monkeypatc
     assert resume(tmp_path / "run", data=features).charged == 10
 
 
+def test_statistics_are_not_paid_for_above_the_budget(
+    features: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies between the estimate and its checkpoint pays again, until the budget does not: then it ends
+    before the release, not after."""
+
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(TrainingState, "save", full)
+    made = config(epsilon=1.0, epochs=1)
+    with pytest.raises(RunFailed, match="after 2 charged steps: OSError: No space left on device"):
+        train(made, out=tmp_path / "run", data=features)
+    message = r"epsilon: estimating channel statistics would bring it to 1\.\d+, above the budget of 1, .* 2 releases"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            resume(tmp_path / "run", data=features)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 2
+
+
 def test_seeded_runs_are_equal(features: Data, tmp_path: Path) -> None:
     for name in ("a", "b"):
         train(config(insecure_seeded_noise=True, epochs=1), out=tmp_path / name, data=features)
     assert torch.equal(mean_in(tmp_path / "a"), mean_in(tmp_path / "b"))
+    keys = {charge.record.key_id for charge in Ledger.read(tmp_path / "a" / "ledger.jsonl").records()}
+    assert len(keys) == 2   # seeded, too, no stream serves both
 
 
 def test_channels_are_refused_without_scatternet() -> None:

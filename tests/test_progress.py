@@ -27,9 +27,29 @@ def test_live_progress() -> None:
     now[0] += 4.0
     progress.step(epoch=2, done=6, drop_rate=0.5)
     line = stream.getvalue().split("\r")[-1]
-    assert line == "epoch 2/2  step 6/10  0.25 steps/s  drop 0.50  test 50.0%  epsilon 1.50  0:16 left"
+    assert line == "epoch 2/2 step 6/10 0.25 steps/s drop 0.50 test 50.0% epsilon 1.50 0:16 left"   # 80 columns
     progress.clear()
     assert stream.getvalue().endswith("\r" + " " * len(line) + "\r")
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (99, "epoch 20/48  step 1392/1392  0.25 steps/s  drop 0.50  test 50.0%  nominal epsilon 1.50  0:00 left"),
+        (95, "epoch 20/48 step 1392/1392 0.25 steps/s drop 0.50 test 50.0% nominal epsilon 1.50 0:00 left"),
+        (80, "epoch 20/48 0.25 steps/s drop 0.50 test 50.0% nominal epsilon 1.50 0:00 left"),
+        (20, "epoch 20/48 0.25 st"),
+    ],
+)
+def test_the_live_line_fits_the_terminal(columns: int, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that wraps would scroll with every step."""
+    now, stream = [0.0], io.StringIO()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(live=True, stream=stream, clock=lambda: now[0])
+    progress.start(epochs=48, steps=1392, last=dataclasses.replace(ROW, claim="nominal"))
+    now[0] += 4.0
+    progress.step(epoch=20, done=1392, drop_rate=0.5)
+    assert stream.getvalue() == f"\r{line}"
 
 
 def test_progress_off_a_terminal_is_a_line_an_epoch() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dprs_kernels import KeepMask, per_sample, reference
+from dprs_kernels import ConstantRate, KeepMask, per_sample, reference
 from dprs_kernels.layout import Layout
 from dprs_kernels.paper.ranked import RankedOptimizer
 from dprs_kernels.paper.recipes import RANKING_SEED, Recipe
@@ -186,6 +186,25 @@ def test_dropped_coordinates_come_back() -> None:
         optimizer.step(grad_samples=[torch.randn(4, *p.shape, dtype=p.dtype) for p in model.parameters()])
         kept.append(torch.cat([part.reshape(-1) for part in optimizer.keep.dense()]))
     assert bool((kept[2] & ~kept[1]).any())
+
+
+def test_a_release_that_was_not_charged_is_not_ranked_by() -> None:
+    """A hook that fails after ours (a ledger on a full disk) gives the release up: z is as before it."""
+    param = torch.nn.Parameter(torch.zeros(8))
+    optimizer = RankedOptimizer(
+        torch.optim.SGD([param], lr=1.0), schedule=ConstantRate(0.5, epochs=2), max_grad_norm=1.0,
+        noise_multiplier=1.0, expected_batch_size=4,
+    )   # fmt: skip
+    optimizer.step(grad_samples=[torch.randn(4, 8)])
+    before = [part.clone() for part in optimizer._running]
+
+    def full(optimizer: object, record: object) -> None:
+        raise OSError("No space left on device")
+
+    optimizer.attach_step_hook(full)
+    with pytest.raises(OSError, match="No space left"):
+        optimizer.step(grad_samples=[torch.randn(4, 8)])
+    assert all(torch.equal(a, b) for a, b in zip(optimizer._running, before, strict=True))
 
 
 def test_ranked_state_resumes_bit_for_bit() -> None:

@@ -81,7 +81,7 @@ class StopAfter:
 
     def __call__(self) -> bool:
         self.left -= 1
-        return self.left <= 0
+        return self.left < 0
 
 
 def test_a_run(tmp_path: Path, data: Data) -> None:
@@ -202,6 +202,7 @@ def test_a_failed_run_keeps_its_traceback_and_goes_on(
     stream = io.StringIO()
     result = resume(tmp_path / "run", data=data, progress=Progress(stream=stream))
     assert (result.ended, result.steps, result.charged) == ("finished", 12, 14)   # steps 5 and 6 twice
+    assert not (tmp_path / "run" / "error.txt").exists()   # that is over
     assert torch.equal(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert "2 steps in the ledger came after the checkpoint" in stream.getvalue()
     assert "steps taken again are charged again" in stream.getvalue()
@@ -252,6 +253,52 @@ def test_a_row_without_its_checkpoint_gives_way(
     resume(tmp_path / "run", data=data)
     rows = RunFolder.open(tmp_path / "run").metrics()
     assert [(row.epoch, row.steps, row.charged) for row in rows] == [(1, 4, 4), (2, 8, 12), (3, 12, 16)]
+
+
+def test_asked_to_stop_before_the_first_step(tmp_path: Path, data: Data) -> None:
+    """Ctrl-C while data is read: nothing is taken, nothing charged."""
+    result = train(config(), out=tmp_path / "run", data=data, stop=lambda: True)
+    assert (result.ended, result.steps, result.charged, result.epsilon) == ("interrupted", 0, 0, None)
+    assert resume(tmp_path / "run", data=data).steps == 12
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "error.txt").mkdir()   # it cannot be written
+    monkeypatch.setattr(RunFolder, "create", lambda path, made: RunFolder(path, made))
+    monkeypatch.setattr(train_module._Run, "_loop", lambda *args: 1 / 0)
+    with pytest.raises(RunFailed, match=r"ZeroDivisionError: .* \(its traceback cannot be written: "):
+        train(config(), out=tmp_path / "run", data=data)
+
+
+def test_a_ledger_that_cannot_be_written(tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(train_module, "Ledger", full)
+    with pytest.raises(ValueError, match=r"out: its ledger cannot be written \(No space left on device\); make room"):
+        train(config(), out=tmp_path / "run", data=data)
+
+
+def test_a_ledger_without_an_epsilon_is_refused_before_a_step(
+    tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after an epoch, whose steps would be charged and lost at every attempt."""
+    train(config(), out=tmp_path / "run", data=data, stop=StopAfter(5))
+
+    def refused(*args: object, **more: object) -> float:
+        raise ValueError("noise key 1: 3 steps are not in the ledger")
+
+    monkeypatch.setattr(Ledger, "epsilon", refused)
+    with pytest.raises(ValueError, match="3 steps are not in the ledger"):
+        resume(tmp_path / "run", data=data)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 5
+
+
+def test_the_ledger_is_closed(tmp_path: Path, data: Data) -> None:
+    """Another process may go on, while this one lives."""
+    train(config(), out=tmp_path / "run", data=data, stop=StopAfter(5))
+    Ledger(tmp_path / "run" / "ledger.jsonl").close()
 
 
 def test_long_epochs_are_saved_inside(tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +391,7 @@ def test_sigma_for_keeps_the_budget_and_no_more() -> None:
         (dict(model="dp-cnn"), "network: dp-cnn takes cifar10"),
         (dict(lr=-1.0), "lr: got -1.0"),
         (dict(batch=65), "expected_batch_size: got 65; expected at most 64"),
-        (dict(clip=0.0), "max_grad_norm: got 0.0"),
+        (dict(clip=0.0), "clip: got 0.0"),
         (dict(backend="abacus"), "backend: got 'abacus'"),
     ],
 )
@@ -386,12 +433,15 @@ def test_the_quicker_number_of_threads(slow: int, data: Data) -> None:
         assert quicker(*arguments, clock=clock) == 1
 
 
-def test_threads_hold_while_it_trains(data: Data) -> None:
+def test_threads_hold_while_it_trains(data: Data, tmp_path: Path) -> None:
     seen = []
     train(seeded(epochs=1), data=data, threads=2, stop=lambda: seen.append(torch.get_num_threads()))
     assert set(seen) == {2}
     assert torch.get_num_threads() == 1
-    assert train(seeded(epochs=1), data=data, threads="quicker").ended == "finished"
+    with threads_of(2):   # trying both does not move the model: the same weights as without
+        for name, threads in (("tried", "quicker"), ("plain", None)):
+            train(seeded(epochs=1), data=data, threads=threads, out=tmp_path / name)
+    torch.testing.assert_close(weights(tmp_path / "tried"), weights(tmp_path / "plain"), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="threads: got 'many'; expected an integer, 'quicker', or None"):
         train(seeded(epochs=1), data=data, threads="many")
 

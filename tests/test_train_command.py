@@ -101,6 +101,19 @@ def test_without_a_dataset(
     assert (found.dataset, found.model, found.epochs, found.batch) == ("fmnist", "dp-cnn-s", 8, 2048)
 
 
+def test_a_folder_that_was_named_is_not_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No digits in the place of data that somebody asked for."""
+
+    def load(name: str, *args: object) -> None:
+        raise ValueError(f"dataset: no file of {name} in the folder")
+
+    monkeypatch.setattr(data_module, "load", load)
+    assert cli.main(["train", "--data", str(tmp_path / "nothere"), "--no-progress"]) == 2
+    assert "dataset: no file of fmnist in" in capsys.readouterr().err
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     root = Path(__file__).parent.parent
     return subprocess.Popen(
@@ -210,10 +223,11 @@ def test_a_failed_run_exits_1(
         (["--batch", "5000"], "expected_batch_size: got 5000; expected at most 1437"),
         (["--lr", "nan"], "lr: got nan; expected a positive number"),
         (["--momentum", "2"], "momentum: got 2.0; expected a number in [0, 1)"),
-        (["--clip", "-1"], "max_grad_norm: got -1.0; expected a positive number"),
+        (["--clip", "-1"], "clip: got -1.0; expected a positive, finite number"),
         (["--sigma", "-1"], "sigma: got -1.0; expected a finite number of at least 0"),
         (["--delta", "0"], "delta: got 0.0; expected a number in (0, 1)"),
         (["--seed", "-3"], "seed: got -3; expected an integer"),
+        (["--clip", "inf"], "clip: got inf; expected a positive, finite number"),
         (["--threads", "0"], "threads: got 0; expected an integer of at least 1"),
         (["--backend", "abacus"], "backend: got 'abacus'; expected one of"),
         (["--resume", "nowhere"], "resume: got --dataset, --epochs, --sigma, --out too"),
@@ -282,27 +296,36 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     with monkeypatch.context() as patch:
         ctrl_c(patch, at=1)
         assert cli.main([*SHORT, "--out", str(tmp_path / "begun"), "--no-progress"]) == 130
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, at=8)   # in the second epoch of 6 steps
+        assert cli.main([*SHORT, "--out", str(tmp_path / "stopped"), "--no-progress"]) == 130
     capsys.readouterr()
-    names = ["secure", "shuffled", "seeded", "begun"]
+    names = ["secure", "shuffled", "seeded", "begun", "stopped"]
     picture = tmp_path / "all.png"
     assert cli.main(["compare", *(str(tmp_path / name) for name in names), "--out", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cells = {line.split()[0]: line.split() for line in lines[:5]}
-    assert [line.split()[0] for line in lines[:5]] == ["run", *names]
+    cells = {line.split()[0]: line.split() for line in lines[:6]}
+    assert [line.split()[0] for line in lines[:6]] == ["run", *names]
     assert len(set(map(len, cells.values()))) == 1
     epsilon = {name: cells[name][cells["run"].index("epsilon")] for name in names}
     assert float(epsilon["secure"]) > 0
+    assert epsilon["stopped"].startswith(">")   # charged steps of an epoch without a row
     assert epsilon["shuffled"].startswith("~")
     assert (epsilon["seeded"], epsilon["begun"]) == ("none", "-")
     assert cells["shuffled"][cells["run"].index("mom")] == "adam"
     accuracy = RunFolder.open(tmp_path / "secure").metrics()[-1].test_accuracy
     assert cells["secure"][cells["run"].index("accuracy")] == f"{accuracy:.2%}"
-    assert lines[5:] == ["~ nominal: shuffled batches counted as Poisson samples, no proof", f"picture {picture}"]
+    assert lines[6:] == [
+        "~ nominal: shuffled batches counted as Poisson samples, no proof",
+        "> more was spent: steps of an epoch that was not finished; dprs account ledger RUN/ledger.jsonl has all",
+        f"picture {picture}",
+    ]
     assert not_empty(picture)
     for arguments, message in (
         (["secure", "secure"], "runs: one is named twice"),
         (["begun"], "runs: none has a finished epoch"),
         (["secure", "--out", str(tmp_path / "no" / "where.png")], "out: cannot write"),
+        (["secure", "--out", str(tmp_path / "picture.xyz")], "out: cannot write"),
     ):
         folders = [word if word.startswith(("-", "/")) else str(tmp_path / word) for word in arguments]
         assert cli.main(["compare", *folders]) == 2

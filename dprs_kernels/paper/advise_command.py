@@ -10,13 +10,12 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from dprs_kernels.paper.config import DELTA, PAPER
+from dprs_kernels.paper.config import DELTA, MODELS, PAPER
 
 if TYPE_CHECKING:
     from dprs_kernels.paper.advice import Advice
 
 WIDTH = 110   # of the printed lines
-MODELS = sorted({model for _, model in PAPER})
 VERDICTS = {
     "likely": "likely: the noise term is as large as what sparsification enlarges; the paper's rows of this kind "
               "gained +1.1 to +3.1 points",
@@ -59,7 +58,15 @@ def run(*, model: str | None, size: int | None, **options: Any) -> None:
             raise ValueError(f"model: got {model!r}; expected one of {listed}; for any other give --size D")
         size = NETWORKS[model].size
     assert size is not None   # argparse asks for one of them
-    print(report(advise(size=size, **options), model=model or "model", **options))
+    besides = []
+    if any(name == model and paper.get("normalise") == "channels" for (_, name), paper in PAPER.items()):
+        from dprs_kernels.paper.channel_statistics import cost
+
+        assert model is not None
+        besides = cost(NETWORKS[model].input_shape[0])
+    print(report(advise(size=size, besides=besides, **options), model=model or "model", **options))
+    if besides:
+        print("sigma pays for channel statistics, too; with --normalise group it would be smaller.")
 
 
 def report(

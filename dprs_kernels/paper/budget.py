@@ -61,12 +61,7 @@ def affordable(
     >>> affordable(Ledger(), planned=100, sigma=0.713, ratio=1.001, sample_rate=0.01, epsilon=2.9, delta=1e-5)
     78
     """
-    history: Counter[tuple[float, float]] = Counter()
-    for charge in ledger.records():
-        record = charge.record
-        assert charge.sample_rate is not None   # our samplers tell
-        history[record.noise_multiplier * record.max_grad_norm / record.sensitivity, charge.sample_rate] += 1
-    before = [(noise, q, count) for (noise, q), count in history.items()]
+    before = _history(ledger)
 
     def within(steps: int) -> bool:
         after = [*before, (sigma / ratio, sample_rate, steps)] if steps else before
@@ -79,3 +74,27 @@ def affordable(
         middle = (low + high) // 2
         low, high = (middle, high) if within(middle) else (low, middle)
     return low
+
+
+def check_affordable(
+    ledger: Ledger, cost: list[tuple[float, float, int]], *, what: str, epsilon: float, delta: float,
+    accountant: str = "rdp",
+) -> None:   # fmt: skip
+    """ValueError where `cost`, (sigma C / sensitivity, q, releases), comes to more than epsilon after all that the
+    ledger holds."""
+    spent = composed_epsilon([*_history(ledger), *cost], delta=delta, accountant=accountant)
+    if spent > epsilon:
+        raise ValueError(
+            f"epsilon: {what} would bring it to {spent:.3f}, above the budget of {epsilon:g}, since the ledger holds "
+            f"{ledger.steps} releases already; start a new run, or one with a larger budget"
+        )
+
+
+def _history(ledger: Ledger) -> list[tuple[float, float, int]]:
+    """(sigma C / sensitivity, q, releases) of all that was charged."""
+    history: Counter[tuple[float, float]] = Counter()
+    for charge in ledger.records():
+        record = charge.record
+        assert charge.sample_rate is not None   # our samplers tell
+        history[record.noise_multiplier * record.max_grad_norm / record.sensitivity, charge.sample_rate] += 1
+    return [(noise, q, count) for (noise, q), count in history.items()]

@@ -27,13 +27,16 @@ def run(runs: list[str], out: str) -> None:
     rows = {label: folder.metrics() for label, folder in zip(_labels(folders), folders, strict=True)}
     if len(rows) < len(folders):
         raise ValueError("runs: one is named twice; name each once")
+    drawn = plots.figure(rows)
     try:
-        plots.plot(rows, out)
-    except OSError as error:
+        drawn.savefig(out, dpi=plots.DPI)
+    except (OSError, ValueError) as error:   # ValueError: a format that matplotlib does not know
         raise ValueError(f"out: cannot write {out} ({error}); name a .png file in a folder that exists") from error
     print(table([_cells(label, folder, rows[label]) for label, folder in zip(rows, folders, strict=True)]))
     if any(row.claim == "nominal" for found in rows.values() for row in found):
         print("~ nominal: shuffled batches counted as Poisson samples, no proof")
+    if any(found and _charged_since(folder, found[-1]) for folder, found in zip(folders, rows.values(), strict=True)):
+        print("> more was spent: steps of an epoch that was not finished; dprs account ledger RUN/ledger.jsonl has all")
     print(f"picture {out}")
 
 
@@ -57,12 +60,20 @@ def _cells(label: str, folder: RunFolder, rows: list[Metrics]) -> tuple[str, ...
     if not rows:
         return (*settings, f"0/{config.epochs}", str(config.seed), "-", "-", "-")
     last = rows[-1]
-    epsilon = "none" if last.epsilon is None else f"{'~' if last.claim == 'nominal' else ''}{last.epsilon:.2f}"
+    marks = f"{'>' if _charged_since(folder, last) else ''}{'~' if last.claim == 'nominal' else ''}"
+    epsilon = "none" if last.epsilon is None else f"{marks}{last.epsilon:.2f}"
     seconds = sorted(row.seconds for row in rows)[len(rows) // 2]
     return (
         *settings, f"{last.epoch}/{config.epochs}", str(config.seed), f"{last.test_accuracy:.2%}", epsilon,
         f"{seconds:.1f}",
     )   # fmt: skip
+
+
+def _charged_since(folder: RunFolder, last: Metrics) -> int:
+    """Steps that were charged after the last row: of an epoch that was not finished."""
+    from dprs_kernels.privacy.ledger import Ledger
+
+    return Ledger.read(folder.ledger).steps - last.charged
 
 
 def _labels(folders: list[RunFolder]) -> list[str]:

@@ -103,8 +103,8 @@ def load(name: str, root: str | Path | None = None, *, download: bool = False) -
     if raw is None:
         raise ValueError(
             f"dataset: no file of {name} in {'; '.join(_searched(source, root))}; expected {source.files}; get "
-            f"{source.remedy}, and give its folder (--data DIR or ${VARIABLE}), or download it (--download, needs "
-            "torchvision and a network)"
+            f"{source.remedy}, and give its folder (--data DIR or ${VARIABLE}), or download it (dprs train "
+            "--download, needs torchvision and a network)"
         )
     train_x, test_x = (normalised(x, source.mean, source.std) for x in (raw.train_x, raw.test_x))
     train_y, test_y = (torch.from_numpy(y.astype(np.int64)) for y in (raw.train_y, raw.test_y))

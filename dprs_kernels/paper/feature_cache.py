@@ -38,7 +38,10 @@ def cached(
     path = folder / f"{name}-{digest(images, settings)}.npy"
     expected = (len(images), *shape)
     if not path.exists():
-        _write(path, images, each, expected, title, progress)
+        try:
+            _write(path, images, each, expected, title, progress)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be written ({error}); make room there, or set $XDG_CACHE_HOME") from error
     return _read(path, expected)
 
 

@@ -8,6 +8,7 @@ Exit codes: 0; 1 a run failed; 2 wrong arguments, missing data or a missing extr
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def run(
     if show:
         if csv is not None and not Path(csv).is_file():
             raise ValueError(f"csv: {csv} is not a file; expected one that dprs paper table1 wrote")
+        if csv is None and not Path(CSV).is_file():
+            print(f"{CSV} is not here: nothing was run from this folder; --csv FILE names another", file=sys.stderr)
         print(shown(table1.read(csv or CSV), [table1.ROWS[name] for name in rows or table1.ROWS], markdown=markdown))
         return 0
     if markdown:

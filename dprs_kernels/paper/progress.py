@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
@@ -44,7 +45,7 @@ class Progress:
                      f"drop {drop_rate:.2f}"]   # fmt: skip
             if self._last is not None:
                 parts += [f"test {self._last.test_accuracy:.1%}", shown_epsilon(self._last)]
-            self._draw("  ".join([*parts, f"{duration((self._steps - done) / rate)} left"]))
+            self._draw(_fitting([*parts, f"{duration((self._steps - done) / rate)} left"]))
 
     def epoch(self, row: Metrics) -> None:
         """A line that stays: one an epoch."""
@@ -76,6 +77,15 @@ class Silent(Progress):
 
     def note(self, text: str) -> None:
         pass
+
+
+def _fitting(parts: list[str]) -> str:
+    """In one line of the terminal: one that wraps cannot be drawn over. Spaces go first, then the second part."""
+    width = shutil.get_terminal_size().columns - 1
+    for text in ("  ".join(parts), " ".join(parts)):
+        if len(text) <= width:
+            return text
+    return " ".join(parts[:1] + parts[2:])[:width]
 
 
 def shown_epsilon(row: Metrics) -> str:

@@ -21,7 +21,7 @@ from dprs_kernels.mask import KeepMask
 from dprs_kernels.masked_step import STATE_KEY, StepRecord
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.optimizer import RSDPOptimizer
-from dprs_kernels.step import fused_rs_dp_step
+from dprs_kernels.step import PrivateSum, fused_rs_dp_step
 
 
 class RankedOptimizer(RSDPOptimizer):
@@ -46,6 +46,7 @@ class RankedOptimizer(RSDPOptimizer):
         self._running: list[torch.Tensor] | None = None   # z of this one, so far
         self._ranked: tuple[Any, KeepMask] | None = None
         self._rest: tuple[KeepMask, KeepMask] | None = None   # a mask, and its complement
+        self._undo: tuple[tuple[str, int], list[torch.Tensor] | None] | None = None   # (key, step), z before it
         super().__init__(optimizer, **settings)
         if self.ranking_noise.key_id == self.noise.key_id:
             raise ValueError("ranking_noise: has the key of noise; two uses of one key repeat its noise; give another")
@@ -98,6 +99,12 @@ class RankedOptimizer(RSDPOptimizer):
             self._scores, self._running = _copied(ranking["scores"]), _copied(ranking["running"])
             self._ranked = self._rest = None
 
+    def _give_up(self, total: PrivateSum) -> None:
+        """What a failing hook (a ledger that cannot write) gives up is not ranked by, either."""
+        super()._give_up(total)
+        if self._undo is not None and self._undo[0] == total.claimed:
+            self._running = self._undo[1]
+
     def _complement(self, keep: KeepMask) -> KeepMask:
         if self._rest is None or self._rest[0] is not keep:
             self._rest = keep, KeepMask.from_dense([~part for part in keep.dense()])
@@ -105,7 +112,7 @@ class RankedOptimizer(RSDPOptimizer):
 
 
 def _save(optimizer: RSDPOptimizer, record: StepRecord) -> None:
-    """Line 20: a step hook, so after the release is charged and before it moves a parameter."""
+    """Line 20: a step hook, so after the release and before it moves a parameter."""
     assert isinstance(optimizer, RankedOptimizer)
     params, keep = [param for _, param in optimizer._trainable()], optimizer.keep
     released = [param.grad.to(torch.float64, copy=True) for param in params if param.grad is not None]
@@ -123,6 +130,7 @@ def _save(optimizer: RSDPOptimizer, record: StepRecord) -> None:
             assert other.grad is not None
             z += other.grad
     before = optimizer._running
+    optimizer._undo = (record.key_id, record.step), before
     optimizer._running = released if before is None else [a + b for a, b in zip(before, released, strict=True)]
 
 

@@ -42,7 +42,7 @@ class Result:
         if config.normalise == "channels":
             lines["features"] = "normalised by channel statistics, estimated privately: two releases, in epsilon"
         if self.claim != "none":
-            lines["not covered"] = "choosing these settings, further runs, the test images, the number of images"
+            lines["not covered"] = "choosing these settings, further runs, test images, the number of images, times"
         if self.plain is not None:
             lines["speed"] = self.plain.summary()
         if self.folder is not None:
@@ -58,10 +58,13 @@ class Result:
             return f"NO PRIVACY CLAIM: {why if config.sigma != 0 else 'no noise'}"
         if self.epsilon is None:
             return "no step taken yet"
+        weak = ""
+        if config.delta * config.batch >= self.sample_rate:   # N = B/q
+            weak = "; a delta of 1/N or more promises next to nothing"
         how = f"{config.accountant}, q = {self.sample_rate:.4g}, sigma {self.sigma:.3f}, adjacency add/remove"
         if self.claim == "nominal":
             return (
                 f"NOMINAL epsilon {self.epsilon:.3f} at delta {config.delta:g}: shuffled batches counted as Poisson "
-                f"samples, no proof; without amplification {self.unamplified:.3f} ({how})"
+                f"samples, no proof; without amplification {self.unamplified:.3f} ({how}){weak}"
             )
-        return f"epsilon {self.epsilon:.3f} at delta {config.delta:g} ({how}, Poisson batches with secret bits)"
+        return f"epsilon {self.epsilon:.3f} at delta {config.delta:g} ({how}, Poisson batches with secret bits){weak}"

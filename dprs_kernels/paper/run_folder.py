@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dprs_kernels.files import written_whole
+from dprs_kernels.files import read_text, written_whole
 from dprs_kernels.paper.config import TrainConfig
 
 
@@ -68,7 +68,7 @@ class RunFolder:
         file = path / "config.json"
         if not file.is_file():
             raise ValueError(f"run folder: {path} has no config.json; expected a folder that dprs train made")
-        return cls(path, TrainConfig.from_json(file.read_text(), str(file)))
+        return cls(path, TrainConfig.from_json(read_text(file), str(file)))
 
     @property
     def ledger(self) -> Path:
@@ -86,12 +86,20 @@ class RunFolder:
     def error(self) -> Path:
         return self.path / "error.txt"
 
+    def note_error(self, text: str) -> str:
+        """Writes a traceback; what to say of it. A full disk is no reason to lose the error itself."""
+        try:
+            self.error.write_text(text)
+        except OSError as error:
+            return f" (its traceback cannot be written: {error})"
+        return f" (traceback: {self.error})"
+
     def metrics(self) -> list[Metrics]:
         """The rows so far; a torn last line, of a process killed while writing, is left out."""
         file = self.path / "metrics.csv"
         if not file.exists():
             return []
-        whole, _, _ = file.read_text().rpartition("\n")
+        whole, _, _ = read_text(file).rpartition("\n")
         rows = []
         for number, row in enumerate(csv.DictReader(whole.splitlines()), start=2):
             try:

@@ -4,6 +4,7 @@
     after each epoch: accuracy on the test set, a row of metrics, a checkpoint
 
 What is written or printed is public under the run's epsilon: training loss, norms and sizes of batches are not there.
+Times are, and a batch's size has a part in them: not covered.
 The number of training images counts as public (q = B/N). Test images are not protected.
 """
 
@@ -57,7 +58,7 @@ def train(
 
     out: the run's folder, made; None leaves no trace, and nothing to resume.
     data: loaded already (and features made); None loads what the config names.
-    progress: None says nothing. stop: asked after each step; True saves and ends the run.
+    progress: None says nothing. stop: asked before each step; True saves and ends the run.
     compare_plain: the first epoch is also timed without privacy, beside it.
     threads: of torch, while it trains; "quicker" tries (threads.py); None leaves them. Seeded runs are bit-equal only
         with equal numbers.
@@ -150,41 +151,56 @@ class _Run:
         return PlainTwin(model, inner, batch=self.config.batch, micro_batch=micro_batch)
 
     def go(self, folder: RunFolder | None) -> Result:
-        ledger = Ledger(None if folder is None else folder.ledger)
+        try:
+            ledger = Ledger(None if folder is None else folder.ledger)
+        except OSError as error:
+            raise ValueError(f"out: its ledger cannot be written ({error}); make room, or name another") from error
         try:
             ledger.attach(self.optimizer, sampler=self.sampler, adjacency="add_remove")
             state = TrainingState(self.model, self.optimizer, sampler=self.sampler, ledger=ledger)
-            self._restore(state, folder, ledger)
+            to_estimate = not self._restored(state, folder, ledger) and self.config.normalise == "channels"
             try:
+                if to_estimate:
+                    fill_statistics(self.model, self.data.train_x, ledger, seed_for_tests=self.seed)
+                    if folder is not None:
+                        state.save(folder.checkpoint)   # a run that goes on does not pay for them again
                 ended, rows, plain = self._loop(state, folder, ledger)
-                if folder is not None and rows:
-                    target = self.config.epsilon if self.config.claim != "none" else None
-                    plots.plot({folder.path.name: rows}, folder.plot, budget=target)
+                if folder is not None:
+                    self._picture(folder, rows)
                 return self._result(ended, rows, plain, folder, ledger)
             except Exception as error:
                 at = f"after {ledger.steps} charged steps: {type(error).__name__}: {error}"
-                if folder is not None:
-                    folder.error.write_text(traceback.format_exc())
-                    at += f" (traceback: {folder.error})"
-                raise RunFailed(at) from error
+                raise RunFailed(at + ("" if folder is None else folder.note_error(traceback.format_exc()))) from error
         finally:
             ledger.close()
             self.progress.clear()
 
-    def _restore(self, state: TrainingState, folder: RunFolder | None, ledger: Ledger) -> None:
+    def _restored(self, state: TrainingState, folder: RunFolder | None, ledger: Ledger) -> bool:
+        """Whether there was a checkpoint. ValueError where the ledger has no epsilon to go on from, or where the budget
+        does not pay for what a run without a checkpoint begins with."""
+        self._spent(ledger)
         if folder is not None and folder.checkpoint.exists():
             for note in state.load(folder.checkpoint).notes:
                 self.progress.note(note)
-            return
+            return True
+        config = self.config
         if ledger.steps:
             self.progress.note(
                 f"no checkpoint yet: starting again; the {ledger.steps} steps in the ledger stay charged, and steps "
                 "taken again are charged again"
             )
-        if self.config.normalise == "channels":
-            fill_statistics(self.model, self.data.train_x, ledger, seed_for_tests=self.seed)
-            if folder is not None:
-                state.save(folder.checkpoint)   # a run that goes on does not pay for them again
+        if config.normalise == "channels" and config.epsilon is not None and config.claim != "none":
+            budget.check_affordable(
+                ledger, channel_statistics.cost(self.network.input_shape[0]), what="estimating channel statistics",
+                epsilon=config.epsilon, delta=config.delta, accountant=config.accountant,
+            )   # fmt: skip
+        return False
+
+    def _picture(self, folder: RunFolder, rows: list[Metrics]) -> None:
+        if rows:
+            target = self.config.epsilon if self.config.claim != "none" else None
+            plots.plot({folder.path.name: rows}, folder.plot, budget=target)
+        folder.error.unlink(missing_ok=True)   # of a failure that is over
 
     def _loop(
         self, state: TrainingState, folder: RunFolder | None, ledger: Ledger
@@ -198,17 +214,17 @@ class _Run:
         saved, ended = time.monotonic(), "finished"
         for epoch in range(at["epoch"], epochs):
             first = self.sampler.state_dict()["batch"] if epoch == at["epoch"] else 0
+            if self.stop():
+                ended = "interrupted"
+                break
             batches, began, seconds = iter(self.sampler), done, 0.0
             for index in range(first, steps):
-                if affordable == 0:
-                    ended = "budget"
+                if affordable == 0 or (index > first and self.stop()):
+                    ended = "budget" if affordable == 0 else "interrupted"
                     break
                 seconds += self._step(epoch, index, next(batches))
                 done, affordable = done + 1, affordable - 1
                 self.progress.step(epoch=epoch + 1, done=done, drop_rate=self.optimizer.keep.drop_rate)
-                if index + 1 < steps and self.stop():
-                    ended = "interrupted"
-                    break
                 if folder and index + 1 < steps and time.monotonic() - saved > SAVE_SECONDS:
                     state.save(folder.checkpoint)
                     saved = time.monotonic()
@@ -223,8 +239,6 @@ class _Run:
             if folder:
                 state.save(folder.checkpoint)
                 saved = time.monotonic()
-            if ended == "finished" and epoch + 1 < epochs and self.stop():
-                ended = "interrupted"
             if ended != "finished":
                 break
         return ended, rows, plain

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dprs_kernels.paper.config import DATASETS, PAPER, TrainConfig
+from dprs_kernels.paper.config import DATASETS, MODELS, TrainConfig
 
 if TYPE_CHECKING:
     from dprs_kernels.paper.data import Data
     from dprs_kernels.paper.progress import Progress
 
-MODELS = sorted({model for _, model in PAPER})
 QUICK_EPOCHS = {"fmnist": 12, "digits": 60}   # of 6 s and 0.3 s on one core with two hyperthreads
 DESCRIPTION = f"""A private training run: DP-SGD with random sparsification. Without --dataset a short one, of about two
 minutes: Fashion-MNIST where it is found, else scikit-learn's digits. With --dataset the paper's settings for it, but
@@ -116,12 +115,14 @@ def _configured(options: dict[str, Any], progress: Progress) -> tuple[TrainConfi
 
 
 def _found(root: str | None, progress: Progress) -> tuple[str, Data | None]:
-    """Fashion-MNIST, or digits with the reason."""
+    """Fashion-MNIST, or digits with the reason, where no folder was named."""
     from dprs_kernels.paper.data import load
 
     try:
         return "fmnist", load("fmnist", root)
     except ValueError as error:
+        if root is not None:   # asked for: no other data in its place
+            raise
         progress.note(f"taking scikit-learn's digits, since Fashion-MNIST cannot be read: {error}")
         return "digits", None
 
@@ -169,7 +170,7 @@ def _train(
 
 
 class Interrupt:
-    """Ctrl-C once: the step is finished and saved. Twice: KeyboardInterrupt, as ever."""
+    """Ctrl-C or a SIGTERM once: the step is finished and saved. Twice: KeyboardInterrupt, as ever."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._asked = progress, False
@@ -184,8 +185,9 @@ class Interrupt:
         self._progress.note("interrupted: finishing this step and saving; Ctrl-C again stops at once")
 
     def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
