@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from contenders import COMPILED, OPACUS, OPACUS_COPY, OPACUS_INPLACE, OURS, PAPER, build, limit, ours
-from harness import SHAPES, SIGMA, Case, Contender, Workload, check, race
-from report import Results
+from contenders import COMPILED, OPACUS, OPACUS_COPY, OPACUS_INPLACE, PAPER, build, limit, ours
+from harness import SHAPES, Case, Workload, check
+from names import OURS
+from racing import SIGMA, Contender, race
+from report import Results, step_subject
 
 from dprs_kernels.backends import tuning
 
@@ -83,7 +85,7 @@ def test_gpu_step(case: Case, benchmark: Any, results: Results) -> None:
     if case.shape.name == "one tensor":
         peers.remove(PAPER)   # its second and third copy of G
     entries = race_on(work, case.rate, peers, 5 * case.shape.rounds)
-    results.add(case, entries, torch.cuda.get_device_name())
+    results.add(step_subject(case, torch.cuda.get_device_name()), entries, limit=entries[0], ours=entries[1])
     best = {entry.name: entry.best for entry in entries}
     benchmark.extra_info.update({f"over {name}": best[OURS] / seconds for name, seconds in best.items()})
     benchmark.pedantic(entries[1].run, args=(SIGMA,), rounds=3, iterations=1)

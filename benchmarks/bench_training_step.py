@@ -2,67 +2,63 @@
 
 Whole steps (forward, backward, clip, mask, noise, SGD) on one logical batch of four models, r = 0.5 for those that
 mask. 1.0 is non-private SGD at its own best micro-batch; ours is judged at the micro-batch that its engine chooses,
-every peer at its best one. All are checked against float64 first (training_truth.py). Two heats of every micro-batch,
-then the best of each contender race; all take turns (harness.race). Peak memory comes from fresh processes
-(training_memory.py). --full: larger batches of the last two, more micro-batches, memory on every model.
+every peer at its best one. All are checked against float64 first (training_truth.py). Who has several micro-batches
+runs them in two heats, then the best of each contender race; all take turns (racing.race). The limit reads [N, D]
+floats once: what a step that is handed per-sample gradients cannot avoid. --full: larger batches of the last two
+models, more micro-batches and peers, memory on every model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+import memory
 import pytest
 import torch
-import training_memory
-from contenders import OURS
-from harness import SIGMA, Contender, race
-from report import (
-    BACKPACK_FIGURE,
-    OPACUS_FIGURE,
-    TRAINING_GROWTH_FIGURE,
-    TRAINING_MEMORY_FIGURE,
-    Results,
-    device,
-    step_figure,
+from names import LIMIT, OURS
+from racing import SIGMA, Contender, race
+from report import Figure, Results, Subject
+from training_contenders import (
+    BACKPACK,
+    FULL_PEERS,
+    MASKED,
+    OPACUS_HOOKS,
+    OPACUS_MODES,
+    PEERS,
+    PLAIN,
+    RATE,
+    Settings,
+    build,
+    default_micro,
 )
-from training_contenders import BACKPACK, OPACUS_MODES, PEERS, PLAIN, RATE, Settings, build, default_micro
 from training_models import MODELS, Model
-from training_report import TrainingRow, race_name, version, write_training_csv
 from training_truth import Truth
+
+from dprs_kernels import native
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 HEATS = 2
-PATIENCE = 10.0   # seconds that a peer may take in a race, after three turns
-LARGE = 4096      # the logical batch whose memory is compared with the ordinary one's
+COSTS = {"DP-CNN": 1.35, "DP-CNN/S": 1.4}   # asked: ours over non-private SGD
+_left_out: set[tuple[str, str]] = set()     # model, contender
 
 
-@dataclass
-class Entry(Contender):
-    """A contender at one micro-batch."""
-
-    micro: int = 0
-    role: str = "other"
+def peers_of(full: bool) -> tuple[str, ...]:
+    return tuple(name for name in PEERS if full or name not in FULL_PEERS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rows_to_csv(results: Results) -> Iterator[None]:
-    yield
-    if results.training.rows:
-        write_training_csv(results.training, results.disturbed())
-
-
-def runnable(case: Model, results: Results) -> tuple[list[str], list[str]]:
+def runnable(case: Model, names: Sequence[str], results: Results) -> tuple[list[str], list[str]]:
     """Private contenders that are right, and what is wrong with the others. A peer that cannot run is left out."""
     truth, right, wrong = Truth(case), [], []
-    for name in (OURS, *PEERS):
+    for name in names:
         try:
             reason = truth.wrong(name)
-        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        except (ImportError, NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
             if name == OURS:
                 raise
-            results.training.left_out.append((case.name, name, f"{type(error).__name__}: {error}".splitlines()[0]))
+            _left_out.add((case.name, name))
+            where = "" if isinstance(error, ImportError) else f" on {case.name}"
+            results.note(f"Left out: {name}{where}: {type(error).__name__}: {f'{error} '.splitlines()[0]}".rstrip())
             continue
         if reason:
             wrong.append(f"{name}: {reason}")
@@ -72,15 +68,15 @@ def runnable(case: Model, results: Results) -> tuple[list[str], list[str]]:
 
 
 def micro_batches(case: Model, name: str, full: bool) -> list[int]:
-    """What to try; the engine's choice comes first with ours."""
+    """What to try. Ours runs at the engine's choice, and, to see whether that is a good one, with --full at others."""
     batch = case.full_batch if full else case.batch
     micros = case.full_micros if full else case.peer_micros if name in PEERS else case.micros
     if name == OURS:
-        micros = (default_micro(case.build()), *micros)
+        micros = (default_micro(case.build()), *(micros if full else ()))
     return list(dict.fromkeys(min(micro, batch) for micro in micros))
 
 
-def entries_for(case: Model, names: Sequence[str], full: bool) -> list[Entry]:
+def entries_for(case: Model, names: Sequence[str], full: bool) -> list[Contender]:
     batch = case.full_batch if full else case.batch
     x, y = case.data(batch)
     entries = []
@@ -89,88 +85,102 @@ def entries_for(case: Model, names: Sequence[str], full: bool) -> list[Entry]:
             step = build(name, case.build(), Settings(micro, batch))
             step(x[:2], y[:2])   # warm
             run = lambda sigma, step=step: step(x, y)   # noqa: E731
-            entries.append(Entry(name, run, peer=name in PEERS, micro=micro))
+            setting = f"micro-batch {micro}"
+            entries.append(Contender(name, run, name in MASKED, peer=name in PEERS, setting=setting, micro=micro))
     return entries
 
 
-def best_of(entries: Sequence[Entry], name: str) -> Entry:
+def best_of(entries: Sequence[Contender], name: str) -> Contender:
     return min((entry for entry in entries if entry.name == name), key=lambda entry: entry.best)
 
 
-def record(case: Model, entries: Sequence[Entry], batch: int, results: Results) -> None:
-    base = best_of(entries, PLAIN).best
-    ours = next(entry for entry in entries if entry.role == "default").best
+def race_all(entries: Sequence[Contender], floor: Contender, rounds: int, seconds: float) -> None:
+    """Heats for those with several micro-batches, then one of each; roles are given afterwards. A peer races until it
+    has had its share of the seconds, two turns at least: the slowest takes 4 s a step."""
+    ours = next(entry for entry in entries if entry.name == OURS)   # at the engine's choice
+    several = [entry for entry in entries if sum(other.name == entry.name for other in entries) > 1]
+    if several:
+        race([floor, *several], HEATS)
+    firsts = [entry for entry in entries if entry not in several]
+    finalists = [e for e in entries if e in firsts or e is ours or e is best_of(several, e.name)]
+    race([floor, *finalists], rounds, seconds=seconds, patience=seconds / len(finalists), least=2)
     for entry in entries:
-        results.training.rows.append(TrainingRow(
-            results.commit, results.date, device(), torch.get_num_threads(), torch.__version__, version("opacus"),
-            version("backpack-for-pytorch"), case.name, case.size, batch,
-            RATE if entry.name in (OURS, BACKPACK) else 0.0, entry.name, entry.micro, entry.role,
-            round(entry.best, 4), round(entry.median, 4), round(entry.spread, 4), len(entry.trials),
-            round(entry.best / base, 3), round(entry.best / ours, 3),
-        ))   # fmt: skip
-    results.figures[step_figure(case.name)] = ours / base
-    if case.name != "DP-CNN":
-        return
-    best = {entry.name: best_of(entries, entry.name).best for entry in entries}
-    if modes := [best[name] for name in OPACUS_MODES if name in best]:
-        results.figures[OPACUS_FIGURE] = min(modes) / ours
-    if BACKPACK in best:
-        results.figures[BACKPACK_FIGURE] = best[BACKPACK] / ours
+        entry.role = "default" if entry is ours else "best" if entry is best_of(entries, entry.name) else "other"
+
+
+def limit(samples: int, size: int) -> Contender:
+    data = [torch.ones(samples, size)]
+    return Contender(LIMIT, lambda sigma: native.read_once(data), masked=False, peer=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_step(name: str, benchmark: Any, results: Results, request: pytest.FixtureRequest) -> None:
-    case, full = MODELS[name], request.config.getoption("--full")
-    right, wrong = runnable(case, results)
+def test_training_step(name: str, benchmark: Any, results: Results, full: bool, seconds: float) -> None:
+    case = MODELS[name]
+    batch = case.full_batch if full else case.batch
+    right, wrong = runnable(case, (OURS, *peers_of(full)), results)
     assert OURS in right, wrong
-    entries = entries_for(case, [PLAIN, *right], full)
-    ours = next(entry for entry in entries if entry.name == OURS)   # at the engine's choice
-    with results.watch(race_name(name)):
-        race(entries, HEATS, budget=PATIENCE)
-        finalists = [entry for entry in entries if entry is ours or entry is best_of(entries, entry.name)]
-        race(finalists, case.rounds, budget=PATIENCE)
-    for entry in entries:
-        entry.role = "default" if entry is ours else "best" if entry is best_of(entries, entry.name) else "other"
-    record(case, entries, case.full_batch if full else case.batch, results)
+    entries, floor = entries_for(case, [PLAIN, *right], full), limit(batch, case.size)
+    with results.watch(case.race(batch)):
+        race_all(entries, floor, case.rounds, seconds)
+    ours, plain = next(entry for entry in entries if entry.role == "default"), best_of(entries, PLAIN)
+    shape = Subject(
+        "training_step", case.race(batch), batch, case.size, 4 * batch * case.size, RATE,
+        tensors=len(list(case.build().parameters())),
+    )   # fmt: skip
+    results.add(shape, [floor, *entries], limit=floor, ours=ours, sgd=plain)
+    add_figures(case, entries, ours, plain, batch, results)
     benchmark.extra_info.update({f"{entry.name} / {entry.micro}": entry.best for entry in entries})
     benchmark.pedantic(ours.run, args=(SIGMA,), rounds=1, iterations=1)
     assert not wrong, wrong
 
 
+def add_figures(
+    case: Model, entries: Sequence[Contender], ours: Contender, plain: Contender, batch: int, results: Results
+) -> None:
+    text, race = f"{case.name}: whole step of ours over non-private SGD", case.race(batch)
+    results.figures.append(Figure(text, ours.best / plain.best, COSTS.get(case.name), case=race))
+    best = {entry.name: best_of(entries, entry.name).best for entry in entries}
+    modes = [best[name] for name in OPACUS_MODES if name in best]
+    rivals = {"the best Opacus mode, no mask": (min(modes, default=None), 1.6),
+              "BackPACK with the paper's lines": (best.get(BACKPACK), 4.0)}   # fmt: skip
+    for rival, (seconds, least) in rivals.items():
+        if seconds is not None:
+            text, asked = f"{case.name}: whole step of {rival}, over ours", least if case.name == "DP-CNN" else None
+            results.figures.append(Figure(text, seconds / ours.best, at_least=asked, case=race))
+
+
 def measure(case: Model, name: str, batch: int, results: Results) -> float | None:
-    """At the micro-batch that stands for the contender in the race, or the first one where there was none."""
-    row = results.training.find(case.name, name)
-    micro = 0 if name == OURS else row.micro_batch if row else case.peer_micros[0]
-    peak = training_memory.measure(case.name, name, micro, batch)
-    if row and row.batch == batch:
-        row.peak_mb = None if peak is None else round(peak, 1)
-    return peak
+    """MiB, at the micro-batch that stands for the contender in the race, or the first one where there was none."""
+    row = results.find(case.race(batch), name)
+    micro = "0" if name == OURS else row.setting.split()[-1] if row else str(case.peer_micros[0])
+    found = memory.measure("training", case.name, name, micro, str(batch))
+    return None if found is None else float(found)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_training_memory(name: str, benchmark: Any, results: Results, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m == "DP-CNN" else pytest.mark.slow) for m in MODELS])
+def test_training_memory(name: str, benchmark: Any, results: Results, full: bool) -> None:
     """Timed only because --benchmark-only asks for it."""
-    case, full = MODELS[name], request.config.getoption("--full")
-    if not full and name != "DP-CNN":
-        pytest.skip("memory on other models: --full")
+    case = MODELS[name]
     batch = case.full_batch if full else case.batch
-    unable = {contender for model, contender, _ in results.training.left_out if model == name}
-    names = [PLAIN, OURS, *(peer for peer in PEERS if peer not in unable)]
+    peers = [peer for peer in PEERS if (name, peer) not in _left_out] if full else [OPACUS_HOOKS]
 
     def peaks() -> dict[str, float | None]:
-        return {contender: measure(case, contender, batch, results) for contender in names}
+        return {contender: measure(case, contender, batch, results) for contender in (PLAIN, OURS, *peers)}
 
     found = benchmark.pedantic(peaks, rounds=1, iterations=1)
     benchmark.extra_info.update(found)
+    results.add_memory(case.race(batch), found)
     if name == "DP-CNN" and found[OURS] and found[PLAIN]:
-        results.figures[TRAINING_MEMORY_FIGURE] = found[OURS] / found[PLAIN]
+        text = "DP-CNN: peak memory of a step of ours over non-private SGD"
+        results.figures.append(Figure(text, found[OURS] / found[PLAIN], 1.6))
 
 
-def test_memory_of_a_large_batch(benchmark: Any, results: Results) -> None:
-    """Ours streams: a logical batch of 4096 should take what 256 takes. The data are there before the mark is set."""
-    case = MODELS["DP-CNN"]
-    large = benchmark.pedantic(measure, args=(case, OURS, LARGE, results), rounds=1, iterations=1)
+def test_memory_of_a_large_batch(benchmark: Any, results: Results, full: bool) -> None:
+    """Ours streams: a large logical batch should take what 256 takes. The data are there before the mark is set."""
+    case, large = MODELS["DP-CNN"], 4096 if full else 1024
+    much = benchmark.pedantic(measure, args=(case, OURS, large, results), rounds=1, iterations=1)
     usual = measure(case, OURS, case.batch, results)
-    benchmark.extra_info.update({str(LARGE): large, str(case.batch): usual})
-    if large and usual:
-        results.figures[TRAINING_GROWTH_FIGURE] = large / usual
+    benchmark.extra_info.update({str(large): much, str(case.batch): usual})
+    if much and usual:
+        text = f"DP-CNN: peak memory of ours, batch {large} over {case.batch}"
+        results.figures.append(Figure(text, much / usual, 1.1))

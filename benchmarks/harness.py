@@ -1,27 +1,22 @@
-"""What every race needs: the cases, the tensors, the float64 truth, the check, and interleaved rounds.
+"""What races of one step need: the cases, the tensors, the float64 truth, and the check.
 
 A contender is checked before it is timed; a wrong one is never timed. All contenders of a case work on the same
-tensors and take turns, so that a slow minute of the machine hits all of them, and ratios survive it.
+tensors.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import math
-import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from racing import SIGMA, Contender
 
 from dprs_kernels import KeepMask, NoiseSource, fused_rs_dp_step
 
 BOUND = 1.0          # C
-SIGMA = 1.0          # noise_multiplier of every timed step
 SEED = 0             # of masks, and of the seeded noise that ours is checked with
 RATES = (0.0, 0.5, 0.9)
 MOMENTS_UP_TO = 10**6   # coordinates; the lines that make a peer's noise are the same for every shape
@@ -63,10 +58,12 @@ SHAPES = {
         ),
         Shape("DP-CNN/S", 2048, _layers((16, 1, 8, 8), (32, 16, 4, 4), (32, 512), (10, 32))),
         Shape("one tensor", 64, ((11_000_000,),), rounds=6),
+        Shape("one tensor, 16", 16, ((11_000_000,),)),
         Shape("tiny", 6, ((40, 5), (40,)), rounds=1),   # warms up the memory measurement, is never reported
     )
 }   # fmt: skip
-REPORTED = ("DP-CNN", "DP-CNN/S", "one tensor")
+REPORTED = ("DP-CNN", "DP-CNN/S", "one tensor, 16")
+FULL_ONLY = ("one tensor",)   # 2.8 GB; a copy of a peer's besides
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        return f"{self.shape.name.replace(' ', '-')}-{dtype_name(self.dtype)}-r{self.rate:g}"
+        return f"{self.shape.name.replace(', ', '-').replace(' ', '-')}-{dtype_name(self.dtype)}-r{self.rate:g}"
 
     @property
     def bytes(self) -> int:
@@ -96,8 +93,10 @@ class Workload:
     samples are clipped, some are not. (Fresh normals for all of [N, D] would take longer than the race.)
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: str = "cpu", rates: Sequence[float] = RATES
+    ) -> None:
+        self.shape, self.dtype, self.device, self.rates = shape, dtype, torch.device(device), tuple(rates)
         random = torch.Generator().manual_seed(SEED)
         spread = torch.empty(shape.samples).uniform_(-1.2, 1.2, generator=random).exp()
         scales = (spread / math.sqrt(shape.size / 2)).tolist()
@@ -111,7 +110,7 @@ class Workload:
                 torch.mul(base[at:], scales[i], out=row[: size - at])
                 torch.mul(base[:at], scales[i], out=row[size - at :])
             self.grads.append(grad.to(self.device))
-        self.keeps = {r: KeepMask.draw(shape.shapes, drop_rate=r, seed=SEED, draw=0) for r in RATES}
+        self.keeps = {r: KeepMask.draw(shape.shapes, drop_rate=r, seed=SEED, draw=0) for r in self.rates}
         self.dense = {r: keep.dense() for r, keep in self.keeps.items()}
         self._truths: dict[float, torch.Tensor] = {}
 
@@ -135,9 +134,9 @@ class Workload:
         grads = [grad.cpu() for grad in self.grads]
         blocks = [block for grad in grads for block in grad.view(samples, -1).split(columns, 1)]
         masks = []   # as blocks: [columns, rates]
-        for parts in zip(*(self.dense[r] for r in RATES), strict=True):
+        for parts in zip(*(self.dense[r] for r in self.rates), strict=True):
             masks += torch.stack([part.reshape(-1) for part in parts], 1).double().split(columns)
-        squares = torch.zeros(samples, len(RATES), dtype=torch.float64)
+        squares = torch.zeros(samples, len(self.rates), dtype=torch.float64)
         buffer = torch.empty(samples * columns, dtype=torch.float64)   # fresh memory each time took 5 times as long
 
         def wide(block: torch.Tensor) -> torch.Tensor:
@@ -147,7 +146,7 @@ class Workload:
             squares += wide(block).square_() @ mask
         factors = (BOUND / squares.sqrt()).clamp(max=1) / samples   # [N, rates]
         sums = torch.cat([factors.T @ wide(block) for block in blocks], 1)   # [rates, D]
-        return {r: torch.where(self.flat_keep(r), sums[k], 0.0) for k, r in enumerate(RATES)}
+        return {r: torch.where(self.flat_keep(r), sums[k], 0.0) for k, r in enumerate(self.rates)}
 
 
 @functools.lru_cache(maxsize=1)   # the dtypes of a shape share it
@@ -164,32 +163,6 @@ def spec_noise(shape: Shape) -> torch.Tensor:
 
 def flatten(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([part.detach().reshape(-1).cpu().double() for part in parts if part is not None])
-
-
-@dataclass
-class Contender:
-    """run(sigma) does one whole step and returns the released gradients, one tensor per parameter."""
-
-    name: str
-    run: Callable[[float], Sequence[torch.Tensor]]
-    masked: bool = True          # False: its truth is that of r = 0, whatever the case
-    seeded: bool = False         # its first step uses the noise that spec_noise predicts
-    peer: bool = True            # not ours, not the limit
-    trials: list[float] = field(default_factory=list)   # seconds
-
-    @property
-    def best(self) -> float:
-        return min(self.trials)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.trials)
-
-    @property
-    def spread(self) -> float:
-        """The middle half's width."""
-        quarters = torch.tensor(self.trials).quantile(torch.tensor([0.25, 0.75]))
-        return float(quarters[1] - quarters[0])
 
 
 def check(contender: Contender, work: Workload, rate: float) -> str:
@@ -227,44 +200,3 @@ def _distance(out: torch.Tensor, expected: torch.Tensor, allowed: float) -> str:
 
 def _dropped(out: torch.Tensor, keep: torch.Tensor) -> str:
     return "" if bool((out[~keep] == 0).all()) else "a dropped coordinate is not 0"
-
-
-class Bystanders:
-    """The share of the CPUs that other processes took while we raced; timings under them mean little."""
-
-    share = 0.0
-
-    def __enter__(self) -> Bystanders:
-        self._start = (_busy_seconds(), sum(os.times()[:4]), time.perf_counter())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        busy, own, wall = _busy_seconds() - self._start[0], sum(os.times()[:4]) - self._start[1], time.perf_counter()
-        self.share = max(0.0, busy - own) / ((wall - self._start[2]) * (os.cpu_count() or 1))
-
-
-def _busy_seconds() -> float:
-    """user + nice + system + irq + softirq + steal of all CPUs; 0 where there is no /proc."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    ticks = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")   # without idle and iowait
-
-
-def race(contenders: Sequence[Contender], rounds: int, *, budget: float = 1.2) -> None:
-    """Round-robin, each round starting with another contender. A peer sits out the rest once it has had three turns
-    and more than `budget` seconds. (Not fewer: one that takes fresh memory was seen at 6.2 s once and 1.6 s next.)"""
-    gc.collect()
-    gc.disable()
-    try:
-        for k in range(rounds):
-            for i in range(len(contenders)):
-                entry = contenders[(i + k) % len(contenders)]
-                if entry.peer and len(entry.trials) >= 3 and sum(entry.trials) > budget:
-                    continue
-                start = time.perf_counter()
-                entry.run(SIGMA)
-                entry.trials.append(time.perf_counter() - start)
-    finally:
-        gc.enable()

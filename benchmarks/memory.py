@@ -1,25 +1,36 @@
-"""Peak extra memory of one step, in a process of its own: python benchmarks/memory.py SHAPE CONTENDER...
+"""Peak extra memory of one step, in a process of its own.
 
-Prints {contender: floats per coordinate} as JSON. "Extra" is the highest resident set during one call minus the one
-right before it, when gradients and masks are already there; p.grad is not, so the result itself counts as 1. The
-resolution is that of the kernel's page counters, about 0.25 MB: nothing at 11M coordinates, 0.1 at DP-CNN, 2.5 at
-DP-CNN/S.
+    python benchmarks/memory.py step SHAPE CONTENDER...           {contender: MiB}
+    python benchmarks/memory.py training MODEL CONTENDER MICRO N  MiB
+    python benchmarks/memory.py scaling AXIS [full]               {setting: MiB}
+    python benchmarks/memory.py mask D                            {contender: MiB}
+
+"Extra" is the highest resident set during one call minus the one right before it: inputs, weights and masks are there
+already, p.grad is not, so the result itself counts. Code, threads and libraries were paid for by a call on something
+tiny, and freed memory was given back first, so no arena hides anything. The resolution is that of the kernel's page
+counters, about 0.25 MB.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from contenders import COMPILED, OURS, build
-from harness import SHAPES, SIGMA, Workload
+from contenders import COMPILED, build
+from harness import SHAPES, Workload
+from racing import SIGMA
 
 RATE = 0.5
+MIB = 2**20
 
 
 def _status(field: str) -> int:
@@ -30,26 +41,17 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def _settle() -> int:
-    """Gives freed memory back to the system, restarts the high-water mark; resident bytes now."""
+def extra(call: Callable[[], object]) -> float:
+    """One call's peak, in MiB, after freed memory went back to the system and the high-water mark was restarted."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    before = _status("VmRSS")
+    call()
+    return (_status("VmHWM") - before) / MIB
 
 
-def _extra(name: str, work: Workload) -> int:
-    """One call's peak, in bytes. Code, threads and libraries were paid for by a call on a tiny shape; a compiled
-    step exists only after a call on this one."""
-    contender = build(name, work, RATE)
-    if name == COMPILED:
-        contender.run(SIGMA)
-    before = _settle()
-    contender.run(SIGMA)
-    return _status("VmHWM") - before
-
-
-def main(shape: str, names: list[str]) -> None:
+def step(shape: str, *names: str) -> dict[str, float]:
     warm = Workload(SHAPES["tiny"], torch.float32)
     present = []
     for name in names:
@@ -61,19 +63,61 @@ def main(shape: str, names: list[str]) -> None:
         if name != COMPILED:
             contender.run(SIGMA)
     work = Workload(SHAPES[shape], torch.float32)
-    print(json.dumps({name: _extra(name, work) / (4 * work.shape.size) for name in present}))
+    peaks = {}
+    for name in present:
+        contender = build(name, work, RATE)
+        if name == COMPILED:   # a compiled step exists only after a call on this shape
+            contender.run(SIGMA)
+        peaks[name] = extra(functools.partial(contender.run, SIGMA))
+    return peaks
 
 
-def measure(shape: str, names: list[str]) -> dict[str, float]:
-    """Runs this file in a fresh process; {} where the system cannot tell (no Linux /proc, no glibc)."""
+def training(case: str, contender: str, micro: str, samples: str) -> float:
+    """micro = 0 lets ours choose. A step on two samples pays for the code."""
+    import training_contenders
+    from training_models import MODELS
+
+    model = MODELS[case].build()
+    x, y = MODELS[case].data(int(samples))
+    step = training_contenders.build(contender, model, training_contenders.Settings(int(micro) or None, int(samples)))
+    step(x[:2], y[:2])
+    for p in model.parameters():
+        p.grad = None
+    return extra(lambda: step(x, y))
+
+
+def scaling(axis: str, *full: str) -> dict[str, float]:
+    import scaling_points
+
+    return {point.setting: extra(run) for point, run in scaling_points.one_at_a_time(axis, bool(full))}
+
+
+def mask(size: str) -> dict[str, float]:
+    import mask_contenders
+
+    for contender in mask_contenders.contenders(1000):
+        contender.run(SIGMA)
+    return {c.name: extra(functools.partial(c.run, SIGMA)) for c in mask_contenders.contenders(int(size))}
+
+
+SUBJECTS: dict[str, Callable[..., Any]] = {"step": step, "training": training, "scaling": scaling, "mask": mask}
+
+
+@functools.cache
+def measure(*arguments: str) -> Any:
+    """Runs this file in a fresh process; None where the system cannot tell (no Linux /proc, no glibc)."""
     if not sys.platform.startswith("linux"):
-        return {}
-    command = [sys.executable, __file__, shape, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return None
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"memory of {shape}: {done.stderr.strip().splitlines()[-1]}")
-    return {name: float(value) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
+        raise RuntimeError(f"memory of {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(arguments: Sequence[str]) -> None:
+    warnings.simplefilter("ignore")   # of libraries; the parent shows the end of stderr only when something fails
+    print(json.dumps(SUBJECTS[arguments[0]](*arguments[1:])))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or [OURS])
+    main(sys.argv[1:])

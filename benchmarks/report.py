@@ -1,228 +1,199 @@
-"""The rows of a session, the two tables printed at its end, and benchmarks/data/step.csv."""
+"""What a session found: rows of races, figures with their targets, notes; and the tables printed at its end."""
 
 from __future__ import annotations
 
-import csv
 import datetime
-import platform
-import subprocess
+import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from contenders import COMPILED, LIMIT, OPACUS, OPACUS_COPY, OPACUS_INPLACE, OURS, PAPER
-from harness import REPORTED, Bystanders, Case, Contender, dtype_name
-from training_report import TrainingSession, race_name, training_table
+from harness import Case, dtype_name
+from names import LIMIT, OURS
+from racing import Bystanders, Contender
+from rows import SCHEMA, Row, commit, cpu_name, library
 
-HERE = Path(__file__).parent
-CSV = HERE / "data" / "step.csv"
+from dprs_kernels import __version__
+
 DISTURBED = 0.10   # share of the CPUs taken by others, from which on a race is not worth keeping
+LIBRARIES = {"Opacus": "opacus", "BackPACK": "backpack-for-pytorch", "numpy": "numpy", "fastDP": "fastDP"}
 
 
-@dataclass
-class Row:
-    commit: str
-    date: str
-    device: str
-    threads: int
-    torch: str
-    shape: str
+@dataclass(frozen=True)
+class Subject:
+    """What is raced: the columns that all rows of a race share."""
+
+    question: str
+    case: str
     N: int
     D: int
-    dtype: str
-    rate: float
-    contender: str
-    best_ms: float
-    median_ms: float
-    spread_ms: float             # width of the middle half of the rounds
-    bytes: int                   # of G, read once
-    x_limit: float               # best / best of reading G once
-    x_ours: float                # best / best of ours: how many times faster ours is
-    extra_floats_per_D: float | None = None
+    bytes: int           # what the limit reads once
+    rate: float = 0.0
+    dtype: str = "fp32"
+    tensors: int = 1
+    device: str = "cpu"
+
+
+def step_subject(case: Case, device: str = "cpu") -> Subject:
+    return Subject(
+        "step", case.id, case.shape.samples, case.shape.size, case.bytes, case.rate, dtype_name(case.dtype),
+        len(case.shape.shapes), device,
+    )   # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that the project set itself a target for."""
+
+    name: str
+    value: float
+    at_most: float | None = None
+    at_least: float | None = None
+    form: str = "{:.2f} x"
+    case: str = ""       # of the race that it comes from
 
     @property
-    def case(self) -> str:
-        return f"{self.shape.replace(' ', '-')}-{self.dtype}-r{self.rate:g}"   # Case.id
+    def met(self) -> bool:
+        low = self.at_least is None or self.value >= self.at_least
+        return low and (self.at_most is None or self.value <= self.at_most)
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """What a newer measurement replaces."""
-        return tuple(str(v) for v in (self.device, self.threads, self.shape, self.dtype, self.rate, self.contender))
+    def target(self) -> str:
+        low = "" if self.at_least is None else f">= {self.at_least:g}"
+        high = "" if self.at_most is None else f"<= {self.at_most:g}"
+        return f"{self.at_least:g} to {self.at_most:g}" if low and high else low or high
 
 
 @dataclass
 class Results:
     rows: list[Row] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)    # named measurements of the second table
-    notes: list[str] = field(default_factory=list)             # contenders left out, and why
-    watched: dict[str, Bystanders] = field(default_factory=dict)   # by case or test
-    training: TrainingSession = field(default_factory=TrainingSession)   # bench_training_step.py
-    commit: str = field(default_factory=lambda: _git("describe", "--always", "--dirty") or "unknown")
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)                 # who was left out and why; what was read, not timed
+    watched: dict[str, Bystanders] = field(default_factory=dict)   # by case
+    took: dict[str, float] = field(default_factory=dict)           # seconds, by bench file
+    commit: str = field(default_factory=commit)
     date: str = field(default_factory=lambda: f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%MZ}")
 
-    def watch(self, name: str) -> Bystanders:
-        """Used around everything that is timed: with results.watch(name): ..."""
-        return self.watched.setdefault(name, Bystanders())
+    def watch(self, case: str) -> Bystanders:
+        """Used around everything that is timed: with results.watch(case): ..."""
+        return self.watched.setdefault(case, Bystanders())
 
     def disturbed(self) -> dict[str, float]:
-        return {name: found.share for name, found in self.watched.items() if found.share > DISTURBED}
+        return {case: found.share for case, found in self.watched.items() if found.share > DISTURBED}
 
-    def add(self, case: Case, contenders: Sequence[Contender], where: str = "") -> None:
-        """where: the GPU, if it was one."""
-        best = {c.name: c.best for c in contenders}
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def kept(self) -> list[Row]:
+        """Rows that are worth a file: not those of disturbed races."""
+        disturbed = self.disturbed()
+        return [row for row in self.rows if row.case not in disturbed]
+
+    def add(
+        self,
+        subject: Subject,
+        contenders: Sequence[Contender],
+        *,
+        limit: Contender | dict[str, Contender],
+        ours: Contender | None = None,
+        sgd: Contender | None = None,
+    ) -> list[Row]:
+        """limit: of the race, or by setting where settings have limits of their own."""
+        rows = []
         for c in contenders:
-            self.rows.append(Row(
-                self.commit, self.date, where or device(), torch.get_num_threads(), torch.__version__, case.shape.name,
-                case.shape.samples, case.shape.size, dtype_name(case.dtype), case.rate, c.name,
-                round(c.best * 1e3, 3), round(c.median * 1e3, 3), round(c.spread * 1e3, 3), case.bytes,
-                round(c.best / best[LIMIT], 3), round(c.best / best[OURS], 3),
+            base = limit if isinstance(limit, Contender) else limit[c.setting]
+            columns: dict[str, Any] = dict(
+                N=subject.N, D=subject.D, tensors=subject.tensors, dtype=subject.dtype, bytes=subject.bytes,
+                rate=subject.rate if c.masked else 0.0, threads=torch.get_num_threads(),
+            )   # fmt: skip
+            columns.update(c.point)
+            rows.append(Row(
+                schema=SCHEMA, question=subject.question, commit=self.commit, date=self.date, device=subject.device,
+                cpu=cpu_name(), torch=torch.__version__, case=subject.case, contender=c.name,
+                library=library_of(c.name), setting=c.setting, role=c.role, best_ms=_digits(c.best * 1e3),
+                median_ms=_digits(c.median * 1e3), spread_ms=_digits(c.spread * 1e3), rounds=len(c.trials),
+                x_limit=_digits(c.best / base.best), x_sgd=_digits(c.best / sgd.best) if sgd else None,
+                x_ours=_digits(c.best / ours.best) if ours else None, ratio_spread=_digits(c.ratio_spread(sgd or base)),
+                **columns,
             ))   # fmt: skip
+        self.rows += rows
+        return rows
 
-    def add_memory(self, shape: str, extra: dict[str, float]) -> None:
-        """Measured once per shape (fp32, r = 0.5); goes to that row."""
-        for row in self.rows:
-            if (row.shape, row.dtype, row.rate) == (shape, "fp32", 0.5) and row.contender in extra:
-                row.extra_floats_per_D = round(extra[row.contender], 2)
+    def find(self, case: str, contender: str, setting: str | None = None) -> Row | None:
+        """The row that stands for a contender: ours at its default, others at their best."""
+        found = [r for r in self.rows if (r.case, r.contender) == (case, contender) and setting in (None, r.setting)]
+        return min(found, key=lambda row: ("default", "best", "", "other").index(row.role), default=None)
 
-    def find(self, shape: str, contender: str, dtype: str = "fp32", rate: float = 0.5) -> Row | None:
-        wanted = (shape, contender, dtype, rate)
-        return next((r for r in self.rows if (r.shape, r.contender, r.dtype, r.rate) == wanted), None)
-
-
-def device() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    def add_memory(self, case: str, peaks: dict[str, float | None]) -> None:
+        """MiB by contender; goes to the row that stands for it."""
+        for contender, peak in peaks.items():
+            row = self.find(case, contender)
+            if row is not None and peak is not None:
+                row.peak_mib = _digits(peak)
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+def _digits(value: float) -> float:
+    """Four digits that mean something: no timing here has more."""
+    return float(f"{value:.4g}")
 
 
-def write_csv(results: Results) -> None:
-    """Newer rows replace older ones of the same device, threads, case and contender; the others stay. Rows of
-    disturbed races are not written."""
-    names = [f.name for f in fields(Row)]
-    rows: dict[tuple[str, ...], dict[str, object]] = {}
-    if CSV.exists():
-        with CSV.open(newline="") as file:
-            for old in csv.DictReader(file):
-                keys = (old[k] for k in ("device", "threads", "shape", "dtype", "rate", "contender"))
-                rows[tuple(keys)] = dict(old)
-    disturbed = results.disturbed()
-    for row in results.rows:
-        if row.case not in disturbed:
-            rows[row.key] = asdict(row)
-    CSV.parent.mkdir(exist_ok=True)
-    with CSV.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
+@functools.cache
+def library_of(contender: str) -> str:
+    """By the first word of its name; what is nobody's is written in torch."""
+    if contender.startswith(OURS):
+        return f"{OURS} {__version__}"
+    return library(LIBRARIES.get(contender.split()[0].rstrip(","), "torch"))
 
 
 def race_table(results: Results) -> list[str]:
+    """Fastest first within a race."""
     lines = [
-        f"{device()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit {results.commit}",
-        "x limit: best over best of reading G once. ours is: peer's best over ours. extra: peak memory in D floats.",
+        f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit {results.commit}",
+        "x limit: best over best of one read of the data. x SGD: over non-private SGD. ours is: best over ours (* is "
+        "ours at its default).",
+        "spread: middle half of the rounds. peak: MiB during one step above what was there before, in a fresh process.",
         "",
-        f"{'shape':<11}{'dtype':<6}{'r':>4}  {'contender':<23}{'best ms':>10}{'median':>10}{'x limit':>9}"
-        f"{'ours is':>16}{'extra':>8}",
     ]
-    last = None
-    lines = lines if results.rows else lines[:1]
+    races: dict[tuple[str, str], list[Row]] = {}
     for row in results.rows:
-        case = (row.shape, row.dtype, row.rate)
-        head = f"{row.shape:<11}{row.dtype:<6}{row.rate:>4g}  " if case != last else " " * 23
-        if last is not None and case != last:
-            lines.append("")
-        last = case
-        peer = row.contender not in (LIMIT, OURS)
-        word = "faster" if row.x_ours >= 1 else "(slower)"
-        faster = f"{row.x_ours:.2f} x {word}" if peer else ""
-        extra = "" if row.extra_floats_per_D is None else f"{row.extra_floats_per_D:.1f}"
+        races.setdefault((row.question, row.case), []).append(row)
+    for (question, case), rows in races.items():
+        first = rows[0]
+        lines.append(f"{question}: {case}   N = {first.N:,}, D = {first.D:,}, one read is {first.bytes / 1e6:,.1f} MB")
         lines.append(
-            f"{head}{row.contender:<23}{row.best_ms:>10.1f}{row.median_ms:>10.1f}{row.x_limit:>9.2f}"
-            f"{faster:>16}{extra:>8}".rstrip()
+            f"  {'contender':<30}{'setting':<17}{'best ms':>10}{'median':>10}{'spread':>9}{'x limit':>9}{'x SGD':>8}"
+            f"{'ours is':>16}{'peak':>8}"
         )
-    lines.append("")
-    if results.training.rows:
-        lines += training_table(results.training)
-    for name, share in results.disturbed().items():
-        lines.append(f"Disturbed: other processes took {share:.0%} of the CPUs during {name}; run it again.")
-    return lines + [f"Left out: {note}" for note in results.notes]
+        order = list(dict.fromkeys(row.setting for row in rows)) if question == "scaling" else [""]
+        lines += map(_line, sorted(rows, key=lambda row: (order.index(row.setting) if order[1:] else 0, row.best_ms)))
+        lines.append("")
+    for case, share in results.disturbed().items():
+        lines.append(f"Disturbed: other processes took {share:.0%} of the CPUs during {case}; not in the CSV, "
+                     "run it again.")   # fmt: skip
+    return lines + results.notes
+
+
+def _line(row: Row) -> str:
+    word = "" if row.x_ours is None else "faster" if row.x_ours >= 1 else "(slower)"
+    peer = row.contender not in (LIMIT, OURS) or row.role in ("best", "other")
+    faster = f"{row.x_ours:.2f} x {word}" if row.x_ours is not None and peer and row.role != "default" else ""
+    setting = f"{row.setting}{' *' if row.role == 'default' else ''}"
+    limit, sgd = ("" if x is None else f"{x:.2f}" for x in (row.x_limit, row.x_sgd))
+    peak = "" if row.peak_mib is None else f"{row.peak_mib:.1f}"
+    return (
+        f"  {row.contender:<30}{setting:<17}{row.best_ms:>10.4g}{row.median_ms:>10.4g}{row.spread_ms:>9.3g}{limit:>9}"
+        f"{sgd:>8}{faster:>16}{peak:>8}"
+    ).rstrip()
 
 
 def target_table(results: Results) -> list[str]:
-    """Figures that the project set itself, against this session. fp32, r = 0.5, noise included, unless said."""
-    lines = [f"{'figure (fp32, r = 0.5, noise included)':<64}{'target':>12}{'measured':>13}"]
-
+    """Figures that the project set itself, against this session."""
     disturbed = results.disturbed()
-
-    def line(text: str, target: str, value: float | None, met: bool, form: str, watched: str) -> None:
-        measured = "not measured" if value is None else form.format(value)
-        verdict = "" if value is None or not target else "met" if met else "MISSED"
-        verdict = "disturbed" if value is not None and watched in disturbed else verdict
-        lines.append(f"{text:<64}{target:>12}{measured:>13}   {verdict}".rstrip())
-
-    for shape, most in zip(REPORTED, (1.7, 1.6), strict=False):
-        if row := results.find(shape, OURS):
-            text = f"{shape}: ours over reading G once"
-            line(text, f"<= {most:g} x", row.x_limit, row.x_limit <= most, "{:.2f} x", row.case)
-    # No target was set against a mask in place; shown because it is the harder rival.
-    for peer, least in ((PAPER, 15), (OPACUS_COPY, 6), (OPACUS_INPLACE, 0), (OPACUS, 1.5), (COMPILED, 1.8)):
-        for shape in REPORTED:
-            if row := results.find(shape, peer):
-                target = f">= {least:g} x" if least else ""
-                line(f"{shape}: {peer} over ours", target, row.x_ours, row.x_ours >= least, "{:.2f} x", row.case)
-    most = torch.get_num_threads() + 2
-    for shape in REPORTED:
-        row = results.find(shape, OURS)
-        if row and row.extra_floats_per_D is not None:
-            text, extra = f"{shape}: extra memory of ours over D floats, p.grad included", row.extra_floats_per_D
-            line(text, f"<= {most}", extra, extra <= most, "{:.1f}", "")
-    for name, (target, most, form) in FIGURES.items():
-        value = results.figures.get(name)
-        line(name, target, value, value is not None and value <= most, form, name)
-    for name, value in results.figures.items():   # bench_training_step.py
-        if name not in FIGURES:
-            sign, bound = TRAINING.get(name, ("", 0.0))
-            met = value <= bound if sign == "<=" else value >= bound
-            watched = "" if "memory" in name else race_name(name.split(":")[0])
-            line(name, f"{sign} {bound:g} x" if sign else "", value, met, "{:.2f} x", watched)
+    lines = [f"{'figure':<78}{'target':>14}{'measured':>13}"]
+    for figure in results.figures:
+        verdict = "" if not figure.target else "met" if figure.met else "MISSED"
+        verdict = "disturbed" if figure.case in disturbed else verdict
+        lines.append(f"{figure.name:<78}{figure.target:>14}{figure.form.format(figure.value):>13}   {verdict}".rstrip())
     return lines
-
-
-RATE_FIGURE = "DP-CNN: ours at r = 0.9 over ours at r = 0"
-NOISE_FIGURE = "DP-CNN: release (noise, p.grad) of the step, r = 0.5"
-NOISE_ALL_FIGURE = "DP-CNN: the same at r = 0"
-MASK_FIGURES = {"DP-CNN": "mask for D = 550,570", "GPT-2": "mask for D = 124,000,000"}
-IMPORT_FIGURE = "import dprs_kernels on top of import torch"
-
-
-def step_figure(model: str) -> str:
-    return f"{model}: whole step of ours over non-private SGD"
-
-
-TRAINING_MEMORY_FIGURE = "DP-CNN: peak memory of a step of ours over non-private SGD"
-TRAINING_GROWTH_FIGURE = "DP-CNN: peak memory of ours, batch 4096 over 256"
-OPACUS_FIGURE = "DP-CNN: whole step of the best Opacus mode, no mask, over ours"
-BACKPACK_FIGURE = "DP-CNN: whole step of BackPACK with the paper's lines over ours"
-TRAINING = {
-    step_figure("DP-CNN"): ("<=", 1.35),
-    step_figure("DP-CNN/S"): ("<=", 1.4),
-    TRAINING_MEMORY_FIGURE: ("<=", 1.6),
-    TRAINING_GROWTH_FIGURE: ("<=", 1.1),
-    OPACUS_FIGURE: (">=", 1.6),
-    BACKPACK_FIGURE: (">=", 4.0),
-}
-FIGURES = {
-    RATE_FIGURE: ("<= 1.05 x", 1.05, "{:.2f} x"),   # "not slower", within what this machine can tell
-    NOISE_FIGURE: ("<= 12 %", 0.12, "{:.1%}"),
-    NOISE_ALL_FIGURE: ("<= 12 %", 0.12, "{:.1%}"),
-    MASK_FIGURES["DP-CNN"]: ("<= 5 ms", 5e-3, "{:.4f} s"),
-    MASK_FIGURES["GPT-2"]: ("<= 1 s", 1.0, "{:.2f} s"),
-    IMPORT_FIGURE: ("<= 0.3 s", 0.3, "{:.3f} s"),
-}

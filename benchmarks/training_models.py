@@ -60,11 +60,15 @@ class Model:
     size: int                       # D
     shape: tuple[int, ...]          # of one input
     batch: int                      # logical
-    micros: tuple[int, ...]         # for non-private SGD and for ours, besides its default
+    micros: tuple[int, ...]         # for non-private SGD: the best ones of --full
     peer_micros: tuple[int, ...]
     rounds: int                     # of the race, after two heats
     full_batch: int                 # with --full
     full_micros: tuple[int, ...]    # for everybody
+
+    def race(self, batch: int) -> str:
+        """The name of its race."""
+        return f"{self.name}, {batch}"
 
     def build(self) -> nn.Module:
         """The same weights for everybody."""
@@ -84,10 +88,10 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("DP-CNN", dp_cnn, 550_570, (3, 32, 32), 256, (16, 32, 64), (32,), 3, 256, (8, 16, 32, 64, 128, 256)),
-        Model("DP-CNN/S", dp_cnn_s, 26_010, (1, 28, 28), 2048, (256, 512), (256,), 5, 2048,
+        Model("DP-CNN", dp_cnn, 550_570, (3, 32, 32), 256, (32, 64), (32,), 5, 256, (8, 16, 32, 64, 128, 256)),
+        Model("DP-CNN/S", dp_cnn_s, 26_010, (1, 28, 28), 2048, (512,), (256,), 7, 2048,
               (64, 128, 256, 512, 1024, 2048)),
-        Model("transformer", Transformer, 534_282, (TOKENS,), 64, (16, 32), (32,), 4, 256, (8, 16, 32, 64, 128)),
-        Model("ResNet-20", resnet20, 268_346, (3, 32, 32), 64, (32, 64), (32,), 3, 256, (16, 32, 64, 128)),
+        Model("transformer", Transformer, 534_282, (TOKENS,), 64, (32,), (32,), 7, 256, (8, 16, 32, 64, 128)),
+        Model("ResNet-20", resnet20, 268_346, (3, 32, 32), 64, (64,), (32,), 7, 256, (16, 32, 64, 128)),
     )
 }   # fmt: skip

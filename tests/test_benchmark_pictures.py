@@ -1,0 +1,161 @@
+"""Tables and pictures are made from result files alone, show losses, and are not empty."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.test_benchmark_rows import row
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from names import LIMIT, OURS
+from rows import QUESTIONS, write_rows
+from table import markdown
+
+ROOT = Path(__file__).parents[1]
+
+
+def training_rows():
+    base = row(question="training_step", case="DP-CNN, 256")
+    return [
+        replace(base, contender="non-private SGD", setting="micro-batch 32", role="best", x_sgd=1.0, x_ours=0.8),
+        replace(base, setting="micro-batch 20", role="default", x_sgd=1.25, peak_mib=55.4),
+        replace(base, setting="micro-batch 64", role="best", x_sgd=1.11, x_ours=0.9, best_ms=1.8),
+        replace(base, contender="Opacus hooks", setting="micro-batch 32", role="best", x_sgd=2.5, x_ours=2.0),
+        replace(base, contender="Opacus ghost", case="other, 64", role="best", x_sgd=1.0, x_ours=0.7),
+        replace(base, case="other, 64", setting="micro-batch 20", role="default", x_sgd=1.43, x_ours=1.0),
+    ]
+
+
+def step_rows():
+    base = row()
+    peer = replace(base, contender="Opacus, no mask", x_limit=1.5, x_ours=0.75)
+    limit = replace(base, contender=LIMIT, x_limit=1.0, x_ours=0.5)
+    return [limit, base, peer, replace(base, case="DP-CNN-bf16-r0.5")]
+
+
+def scaling_rows():
+    found = []
+    axes = {"N": (100, 200, 400), "D": (10, 20), "r": (0, 1), "threads": (1, 2), "tensors": (1, 9)}
+    for axis, points in axes.items():
+        for value in points:
+            size = {"N": 10**6 * value, "D": 10**7 * value}.get(axis, 10**8)
+            point = row(question="scaling", case=f"against {axis}", setting=f"{axis} = {value}", bytes=size)
+            point = replace(point, peak_mib=3.0, **({axis: value} if axis in ("N", "D") else {}))
+            time = 1e-6 * size / (value if axis == "threads" else 1)
+            found += [replace(point, contender=LIMIT, best_ms=time), replace(point, best_ms=2 * time)]
+    return found
+
+
+def noise_rows():
+    base = row(question="noise", case="noise", D=10**6, best_ms=4.0)
+    return [base, replace(base, contender="torch.randn", best_ms=2.0, x_ours=0.5)]
+
+
+def mask_rows():
+    base = row(question="mask", case="mask, D = 10", D=10)
+    return [base, replace(base, D=1000, case="mask, D = 1,000", best_ms=7.0), replace(base, contender="torch.randperm")]
+
+
+ROWS = dict(step=step_rows, training_step=training_rows, scaling=scaling_rows, noise=noise_rows, mask=mask_rows)
+
+
+@pytest.fixture
+def data(tmp_path):
+    for question, made in ROWS.items():
+        write_rows(tmp_path / f"{question}.csv", made())
+    return tmp_path
+
+
+def test_there_is_a_table_and_a_picture_of_every_question():
+    assert set(ROWS) == set(QUESTIONS)
+
+
+def test_the_table_has_ours_at_its_default_and_peers_at_their_best(data):
+    text = markdown(data)
+    assert "| **dprs_kernels** | **1.25 x (55 MiB)** | **1.43 x** |" in text
+    assert "| Opacus hooks | 2.50 x | not raced |" in text
+    assert "| **dprs_kernels** | **2.00 x** |" in text
+    assert "| DP-CNN-bf16-r0.5 |" not in text   # nobody to compare with there
+    assert "| Opacus, no mask | 1.50 x (0.75 x ours) |" in text
+
+
+def test_the_table_says_where_ours_loses(data):
+    text = markdown(data)
+    assert "Where ours loses: Opacus ghost in other, 64 takes 0.70 of our time." in text
+    assert "Where ours loses: torch.randn in noise takes 0.50 of our time." in text
+    assert "non-private SGD in" not in text   # it is no loss: it does less
+    assert text.count("Where ours loses") == 3
+
+
+def test_the_table_has_exponents_threads_and_nanoseconds(data):
+    text = markdown(data)
+    assert "Time grows as N^1.000 beyond the cache (one read: N^1.000)." in text
+    assert "Time grows as D^1.000 beyond the cache" in text
+    assert "Two threads over one: the step 2.00 x, one read 2.00 x." in text
+    assert "| **dprs_kernels** | **1,000,000** | **4.00** |" in text
+
+
+def test_the_table_names_machine_commit_and_libraries(data):
+    assert "A CPU, cpu, 2 threads, commit abc1234; dprs_kernels 1. Best of interleaved rounds." in markdown(data)
+
+
+def test_no_results_is_an_error_with_a_remedy(tmp_path):
+    pytest.importorskip("matplotlib")
+    from plot import draw
+
+    for make in (markdown, draw):
+        with pytest.raises(ValueError, match="no results; make them with: pytest benchmarks/ --benchmark-only"):
+            make(tmp_path)
+
+
+def test_pictures_are_not_empty(data):
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+    from plot import BLUE, draw
+
+    written = draw(data)
+    assert {path.name for path in written} == {f"{q}.{kind}" for q in QUESTIONS for kind in ("png", "svg")}
+    for path in written:
+        if path.suffix == ".png":
+            pixels = imread(path)
+            assert pixels.shape[1] == 1400   # 7 inches
+            blue = (abs(pixels[..., :3] - to_rgb(BLUE)).max(axis=2) < 0.02).mean()   # ours
+            assert blue > 0.001, f"{path.name}: {blue:.2%} of it is ours"
+    svg = (data / "training_step.svg").read_text()
+    for word in ("non-private", OURS, "Opacus hooks", "not run", "1.25", "2.50", "commit abc1234"):
+        assert word in svg
+
+
+def test_a_bar_that_is_cut_says_its_value_and_the_same_rows_give_the_same_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    from plot import draw
+
+    slow = replace(training_rows()[3], contender="slow", x_sgd=61.3)
+    write_rows(tmp_path / "training_step.csv", [*training_rows()[:4], slow])
+    written = draw(tmp_path)
+    assert "61.30" in (tmp_path / "training_step.svg").read_text()
+    before = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in draw(tmp_path)] == before
+
+
+def test_a_picture_without_matplotlib_names_the_extra(data, monkeypatch):
+    import plot
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"dprs_kernels\[bench\]"):
+        plot.draw(data)
+
+
+def test_the_commands_print_a_table_and_the_files_they_wrote(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path / "noise.csv", noise_rows())
+    for command, word in (("table", "## One normal"), ("plot", str(tmp_path / "noise.svg"))):
+        arguments = [sys.executable, "-m", "benchmarks", command, "--data", str(tmp_path)]
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert word in done.stdout
