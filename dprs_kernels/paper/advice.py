@@ -24,7 +24,7 @@ SAMPLES = {"fmnist": 60_000, "cifar10": 50_000, "svhn": 73_257}   # of the train
 # cifar10-h-cnn pays for its channel statistics, too.
 SIGMAS = {
     "fmnist-dp-cnn-s-eps3": 1.921, "fmnist-dp-cnn-s-eps1": 4.815,
-    "fmnist-h-cnn-s-eps3": 1.921, "fmnist-h-cnn-s-eps1": 4.815,
+    "fmnist-h-cnn-s-eps3": 1.921, "fmnist-h-cnn-s-eps1": 3.479,
     "cifar10-dp-cnn-eps3": 1.543, "cifar10-dp-cnn-eps1": 3.735,
     "cifar10-h-cnn-eps3": 4.948, "cifar10-h-cnn-eps1": 18.187,
     "svhn-dp-cnn-eps3": 1.328, "svhn-dp-cnn-eps1": 3.107,

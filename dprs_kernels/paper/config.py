@@ -20,10 +20,10 @@ _GREY = dict(batch=2048, lr=4.0, momentum=0.0, clip=1.0, epochs=40)
 _COLOUR = dict(batch=1000, lr=1.0, momentum=0.0, clip=1.0, epochs=40)
 _COLOUR_SCATTER = dict(batch=8192, lr=4.0, momentum=0.0, clip=1.0, epochs=60)
 _PROBE = dict(batch=1024, lr=4.0, momentum=0.0, clip=1.0, epochs=20)
-# The baselines, without sparsification; sparse() says what that changes. C = 1 with momentum 0 stands for the prior
-# works' C = 0.1 with momentum 0.9: the same noise by the paper's scaling rule C/(1 - momentum). cifar10 dp-cnn is the
-# paper's published line; svhn and mnist take their neighbours'; resnet20 is GEP's, without its decays of learning rate
-# and weights.
+# The baselines, without sparsification; baseline() and sparse() say what epsilon and sparsification change. C = 1 with
+# momentum 0 stands for the prior works' C = 0.1 with momentum 0.9: the same noise by the paper's scaling rule
+# C/(1 - momentum). cifar10 dp-cnn is the paper's published line; svhn and mnist take their neighbours'; resnet20 is
+# GEP's, without its decays of learning rate and weights.
 PAPER: dict[tuple[str, str], dict[str, Any]] = {
     ("cifar10", "dp-cnn"): _COLOUR,
     ("svhn", "dp-cnn"): _COLOUR,
@@ -39,6 +39,15 @@ MODELS = sorted({model for _, model in PAPER})
 MUCH_NOISE = 2.0   # an epsilon below it counts as much noise
 
 
+def baseline(dataset: str, model: str, epsilon: float | None) -> dict[str, Any]:
+    """PAPER's, with half of the epochs for h-cnn-s where noise is much: at epsilon 1 its accuracy is best after ten of
+    forty and falls from there (83.3 % in the end, 86.8 % with twenty, which also have a smaller sigma)."""
+    settings = PAPER[dataset, model]
+    if model == "h-cnn-s" and epsilon is not None and epsilon < MUCH_NOISE:
+        settings = {**settings, "epochs": settings["epochs"] // 2}
+    return settings
+
+
 def sparse(dataset: str, model: str, epsilon: float | None) -> dict[str, Any]:
     """Final rate and epochs with random sparsification. The paper names them for cifar10 dp-cnn at epsilon 3: 0.9, and
     1.2 times the baseline's epochs; elsewhere they are points of its grid: the more noise, the higher the rate, and
@@ -47,7 +56,7 @@ def sparse(dataset: str, model: str, epsilon: float | None) -> dict[str, Any]:
     >>> sparse("fmnist", "dp-cnn-s", 3.0), sparse("fmnist", "dp-cnn-s", 1.0)
     ({'final_rate': 0.7, 'epochs': 48}, {'final_rate': 0.9, 'epochs': 40})
     """
-    epochs = PAPER[dataset, model]["epochs"]
+    epochs = baseline(dataset, model, epsilon)["epochs"]
     if dataset == "digits" or model == "linear-probe":   # ours: nothing is published
         return {"final_rate": 0.5, "epochs": epochs}
     deep, little = model in ("dp-cnn", "resnet20"), epsilon is None or epsilon >= MUCH_NOISE
@@ -124,9 +133,9 @@ class TrainConfig:
             raise ValueError(f"dataset: got {dataset!r}; expected one of {', '.join(DATASETS)}")
         model = model or DATASETS[dataset]
         known = model if (dataset, model) in PAPER else DATASETS[dataset]
-        settings = PAPER[dataset, known]
+        budget = None if given.get("sigma") is not None else given.get("epsilon", cls.epsilon)
+        settings = baseline(dataset, known, budget)
         if given.get("final_rate") != 0:
-            budget = None if given.get("sigma") is not None else given.get("epsilon", cls.epsilon)
             settings = {**settings, **sparse(dataset, known, budget)}
         if given.get("optimizer") == "adam":   # whose lr and momentum are no SGD's
             settings = {**settings, "lr": 1e-3, "momentum": 0.0}

@@ -1,8 +1,8 @@
 """The paper's Table 1 (tab:acc) as data: its rows, the runs that remake them, their results in a CSV file, the means.
 
 A row's settings are a small part of the paper's grid, which is C in {0.1, 0.5, 1}, E in {E*, 1.2 E*, 1.5 E*}, final
-rate in {0.5, 0.7, 0.9}, with C / (1 - momentum) kept. The first setting of each method is the one to run; the paper
-names its choice for CIFAR-10's DP-CNN at epsilon 3 only, the others are ours.
+rate in {0.5, 0.7, 0.9}, with C / (1 - momentum) kept. The first setting of each method is the one to run (config.py);
+the paper names its choice for CIFAR-10's DP-CNN at epsilon 3 only, the others are ours.
 
 Nothing here imports torch: the command line is parsed with it.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dprs_kernels.files import read_text
-from dprs_kernels.paper.config import PAPER, TrainConfig, sparse
+from dprs_kernels.paper.config import PAPER, TrainConfig, baseline, sparse
 
 METHODS = ("baseline", "rs")
 RATES = (0.5, 0.7, 0.9)
@@ -63,7 +63,7 @@ class Row:
 
 def _settings(dataset: str, model: str, epsilon: float) -> dict[str, tuple[Setting, ...]]:
     """config.py's first: the baseline's, and with sparsification; then a few neighbours in the paper's grid."""
-    paper = {name: value for name, value in PAPER[dataset, model].items() if name != "normalise"}
+    paper = {name: value for name, value in baseline(dataset, model, epsilon).items() if name != "normalise"}
     start = Setting(final_rate=0.0, **paper)
     first = replace(start, **sparse(dataset, model, epsilon))
     lengths = [start.epochs, round(1.2 * start.epochs)]
