@@ -71,20 +71,12 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
   const Tile& tile = work.tiles[t];
   const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
   const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
-  const int64_t count = count_of(a, k), stride = a.grads.row_strides[tile.param];
-  for_rows<kNormRows>(count, [&](int64_t i, auto rows_at_once) {
+  for_rows<kNormRows>(count_of(a, k), [&](int64_t i, auto rows_at_once) {
     constexpr int Rows = decltype(rows_at_once)::value;
     const T* rows[Rows];
-    const T* next[Rows];
-    // A tile is a page, where the CPU's own prefetching stops: name the pages that come next, which are
-    // the next rows of this tile or, after the last, the first rows of the next tile.
-    // (What is made in scratch has no pages ahead.)
-    const int64_t ahead = a.grads.right[tile.param] ? 0 : i + Rows < count ? Rows * stride : kTile - i * stride;
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Rows; ++r)
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
-      next[r] = rows[r] + ahead;
-    }
-    square_norms<HasKeep, Rows>(rows, next, keep, tile.length, scale, a.partial[k & 1] + t * a.group + i);
+    square_norms<HasKeep, Rows>(rows, keep, tile.length, scale, a.partial[k & 1] + t * a.group + i);
   });
 }
 

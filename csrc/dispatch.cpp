@@ -58,7 +58,7 @@ extern "C" {
 void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
                      int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
   const int64_t row = dprs::row_bytes(*grads);
-  if (group <= 0) group = dprs::choose_group(row);
+  if (group <= 0) group = dprs::choose_group(row, threads);
   const std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
   const std::vector<dprs::Kept> kept = dprs::kept_in(tiles, keep);

@@ -32,32 +32,76 @@ DPRS_INLINE void quarter_round(u32v& a, u32v& b, u32v& c, u32v& d) {
   c += d; b = rotate<7>(b ^ c);
 }
 
-// words[i] = word i of each of the kBlocks blocks.
-inline void chacha20(const uint32_t* key, uint64_t step, const uint64_t blocks[kBlocks], u32v words[16]) {
-  u32v in[16] = {};
-  const uint32_t constants[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};   // "expand 32-byte k"
-  for (int i = 0; i < 4; ++i) in[i] = u32v{} + constants[i];
-  for (int i = 0; i < 8; ++i) in[4 + i] = u32v{} + key[i];
-  for (int b = 0; b < kBlocks; ++b) {
-    in[12][b] = static_cast<uint32_t>(blocks[b]);
-    in[13][b] = static_cast<uint32_t>(blocks[b] >> 32);
-  }
-  in[14] = u32v{} + static_cast<uint32_t>(step);
-  in[15] = u32v{} + static_cast<uint32_t>(step >> 32);
-  u32v x[16];
-  for (int i = 0; i < 16; ++i) x[i] = in[i];
-  for (int round = 0; round < 20; round += 2) {
-    quarter_round(x[0], x[4], x[8], x[12]);
-    quarter_round(x[1], x[5], x[9], x[13]);
-    quarter_round(x[2], x[6], x[10], x[14]);
-    quarter_round(x[3], x[7], x[11], x[15]);
-    quarter_round(x[0], x[5], x[10], x[15]);
-    quarter_round(x[1], x[6], x[11], x[12]);
-    quarter_round(x[2], x[7], x[8], x[13]);
-    quarter_round(x[3], x[4], x[9], x[14]);
-  }
-  for (int i = 0; i < 16; ++i) words[i] = x[i] + in[i];
+// 64-bit words from their halves. Registers of 256 and 512 bits interleave within 128, so lanes get out of order:
+// words[i / kLanes][i % kLanes] comes from lane lane_of_word(i) of the halves.
+constexpr int lane_of_word(int i) { return i % kLanes / 2 * 4 + i / kLanes * 2 + i % 2; }
+DPRS_INLINE void join_halves(u32v lo, u32v hi, u64v words[2]) {
+#if defined(__AVX512F__)
+  words[0] = bitcast<u64v>(_mm512_unpacklo_epi32(bitcast<__m512i>(lo), bitcast<__m512i>(hi)));
+  words[1] = bitcast<u64v>(_mm512_unpackhi_epi32(bitcast<__m512i>(lo), bitcast<__m512i>(hi)));
+#elif defined(__AVX2__)
+  words[0] = bitcast<u64v>(_mm256_unpacklo_epi32(bitcast<__m256i>(lo), bitcast<__m256i>(hi)));
+  words[1] = bitcast<u64v>(_mm256_unpackhi_epi32(bitcast<__m256i>(lo), bitcast<__m256i>(hi)));
+#elif defined(__x86_64__)
+  words[0] = bitcast<u64v>(_mm_unpacklo_epi32(bitcast<__m128i>(lo), bitcast<__m128i>(hi)));
+  words[1] = bitcast<u64v>(_mm_unpackhi_epi32(bitcast<__m128i>(lo), bitcast<__m128i>(hi)));
+#elif defined(__aarch64__)
+  words[0] = bitcast<u64v>(vzip1q_u32(bitcast<uint32x4_t>(lo), bitcast<uint32x4_t>(hi)));
+  words[1] = bitcast<u64v>(vzip2q_u32(bitcast<uint32x4_t>(lo), bitcast<uint32x4_t>(hi)));
+#else
+  for (int i = 0; i < 2 * kLanes; ++i)
+    words[i / kLanes][i % kLanes] = lo[lane_of_word(i)] | static_cast<uint64_t>(hi[lane_of_word(i)]) << 32;
+#endif
 }
+
+// The lane that block i of a list has, among the kBlocks that are made together: join_halves puts them in order again.
+constexpr int lane_of_block(int i) { return i / kBlocks * kBlocks + lane_of_word(i % kBlocks); }
+
+// Numbers of blocks, in halves, as the cipher reads them.
+template <int Most> struct Blocks {
+  static_assert(Most % kBlocks == 0, "whole vectors");
+  uint32_t low[Most] = {}, high[Most] = {};
+
+  DPRS_INLINE void set(int i, uint64_t block) {
+    low[lane_of_block(i)] = static_cast<uint32_t>(block);
+    high[lane_of_block(i)] = static_cast<uint32_t>(block >> 32);
+  }
+};
+
+// The state that all blocks of a step share: constants, key and step are spread over the lanes once.
+class ChaCha20 {
+  u32v first[16] = {};
+
+ public:
+  ChaCha20(const uint32_t* key, uint64_t step) {
+    const uint32_t constants[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};   // "expand 32-byte k"
+    for (int i = 0; i < 4; ++i) first[i] = u32v{} + constants[i];
+    for (int i = 0; i < 8; ++i) first[4 + i] = u32v{} + key[i];
+    first[14] = u32v{} + static_cast<uint32_t>(step);
+    first[15] = u32v{} + static_cast<uint32_t>(step >> 32);
+  }
+  // words[i] = word i of each of kBlocks blocks, whose numbers come as low and high halves.
+  void operator()(const uint32_t* low_counter, const uint32_t* high_counter, u32v words[16]) const {
+    const u32v counter[2] = {load<u32v>(low_counter), load<u32v>(high_counter)};
+    u32v x[16];
+    for (int i = 0; i < 16; ++i) x[i] = first[i];
+    x[12] = counter[0];
+    x[13] = counter[1];
+    for (int round = 0; round < 20; round += 2) {
+      quarter_round(x[0], x[4], x[8], x[12]);
+      quarter_round(x[1], x[5], x[9], x[13]);
+      quarter_round(x[2], x[6], x[10], x[14]);
+      quarter_round(x[3], x[7], x[11], x[15]);
+      quarter_round(x[0], x[5], x[10], x[15]);
+      quarter_round(x[1], x[6], x[11], x[12]);
+      quarter_round(x[2], x[7], x[8], x[13]);
+      quarter_round(x[3], x[4], x[9], x[14]);
+    }
+    for (int i = 0; i < 16; ++i) words[i] = x[i] + first[i];
+    words[12] = x[12] + counter[0];
+    words[13] = x[13] + counter[1];
+  }
+};
 
 }  // namespace DPRS_ISA
 }  // namespace dprs

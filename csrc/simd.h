@@ -171,7 +171,7 @@ DPRS_INLINE i32v round_to_int(f32v x) {   // half to even
   return bitcast<i32v>(vcvtnq_s32_f32(bitcast<float32x4_t>(x)));
 #else
   i32v r;
-  for (int i = 0; i < 2 * kLanes; ++i) r[i] = static_cast<int32_t>(__builtin_nearbyintf(x[i]));
+  for (int i = 0; i < 2 * kLanes; ++i) r[i] = static_cast<int32_t>(__builtin_llrintf(x[i]));   // any x: a number
   return r;
 #endif
 }
@@ -188,7 +188,7 @@ template <class Half, class Full> DPRS_INLINE Half high(Full x) {
 }
 
 // ---- loading per-sample gradient values; `m` (0 or ~0 per coordinate) selects, so that a dropped NaN or
-// ---- Inf becomes 0 and never meets an arithmetic instruction.
+// ---- Inf becomes 0 and never meets an arithmetic instruction (sums.h selects later where that is the same).
 DPRS_INLINE f32v load_f32(const float* p) { return load<f32v>(p); }
 DPRS_INLINE f32v load_f32(const bf16* p) { return bitcast<f32v>(widen(load<u16h>(p)) << 16); }
 DPRS_INLINE f32v load_f32(const fp16* p) {
@@ -220,6 +220,14 @@ DPRS_INLINE u32v keep_mask(uint32_t word, int v) {
   return bitcast<u32v>(((u32v{} + word) & lane) == lane);
 }
 
+// The word's bits from bit v on, as 0 or ~0 a float64.
+DPRS_INLINE u64v keep_mask_wide(uint32_t word, int v) {
+  u64v lane = {};
+  for (int l = 0; l < kLanes; ++l) lane[l] = 1ull << l;   // a constant
+  lane <<= v;
+  return bitcast<u64v>(((u64v{} + word) & lane) == lane);
+}
+
 // The same as two vectors of float64.
 struct Pair {
   f64v lo, hi;
@@ -247,7 +255,9 @@ template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, u32v m) {
 template <int Rows, class T, class F>
 DPRS_INLINE void for_words(const T* const* rows, const uint32_t* keep, int64_t begin, int64_t end, F f) {
   int64_t c = begin;
-  for (; c + kWord <= end; c += kWord) f(rows, c, c, keep ? keep[c / kWord] : ~0u);
+  const T* own[Rows];   // a copy: the compiler then knows that what f stores leaves the addresses alone
+  for (int r = 0; r < Rows; ++r) own[r] = rows[r];
+  for (; c + kWord <= end; c += kWord) f(own, c, c, keep ? keep[c / kWord] : ~0u);
   if (c < end) {
     T tails[Rows][kWord] = {};
     const T* p[Rows];

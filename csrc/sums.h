@@ -4,7 +4,10 @@
 // product in fp32 (float64 for fp64 gradients), and sums of integers are exact: any order, any split into
 // micro-batches, any number of threads or ranks gives the same bits, and adding a sample moves S by that
 // sample's contribution and by nothing else.
-// Where |k| <= 2^29 is known (plan.py says so by `small`), four rows are summed in int32: half the work.
+// Where |k| <= 2^29 is known (plan.py says so by `small`), four rows are summed in int32: half the work. There the
+// mask selects once, from the sum of the four: a fifth less work than from each. A dropped coordinate may hold
+// anything: NaN, Inf and what is too large become some integer, which may wrap (vector arithmetic neither traps nor
+// takes longer), and the select makes 0 of it, as if zeros had been added; lanes do not see each other.
 #pragma once
 #include "simd.h"
 
@@ -36,8 +39,9 @@ template <class T> struct FactorOf<T, Sum::real> { typedef double type; };
 template <class T, bool HasKeep, Sum How, int Rows, class Factor>
 DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, u32v m, void* acc) {
   if constexpr (How == Sum::small) {
-    i32v k = {};
-    for (int r = 0; r < Rows; ++r) k += round_to_int(load_kept<HasKeep>(rows[r] + at, m) * f[r]);
+    u32v bits = {};   // unsigned: what is dropped may overflow
+    for (int r = 0; r < Rows; ++r) bits += bitcast<u32v>(round_to_int(load_f32(rows[r] + at) * f[r]));
+    const i32v k = bitcast<i32v>(HasKeep ? bits & m : bits);
     int64_t* a = static_cast<int64_t*>(acc);
     store(a, load<i64v>(a) + widen(low<i32h>(k)));
     store(a + kLanes, load<i64v>(a + kLanes) + widen(high<i32h>(k)));

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native
+from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native, reference
+from dprs_kernels.backends import cpu
 from tests.oracle import DTYPES, Setting, random_grads, run
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,30 @@ def test_instruction_sets_give_the_same_bits(dtype, sigma, restored_level):
     assert 0 in results
     for outs in results.values():
         assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
+def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
+    """Integers of all rows overflow before the mask selects (csrc/sums.h): dropped sums are 0, kept ones as ever."""
+    shapes = [(300, 11), (7,), (2050,)]
+    grads, keep = random_grads(shapes, 9, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
+    largest = torch.finfo(dtype).max
+    worst = torch.tensor([largest, -largest, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    spoilt, clean = [], []
+    for grad, kept in zip(grads, keep.dense(), strict=True):
+        anything = worst[torch.arange(grad.numel()) % 5].view(grad.shape)
+        spoilt.append(torch.where(kept, grad, anything))
+        clean.append(torch.where(kept, grad, 0.0))
+    plan = Setting(noise_multiplier=sigma).plan(keep.layout)
+    for level in range(3):
+        if native.loaded().dprs_set_level(level) >= 0:
+            totals = torch.zeros(2, keep.layout.padded, dtype=reference.total_dtype(plan))
+            for total, part in zip(totals, (spoilt, clean), strict=True):
+                cpu.accumulate_(total, part, keep.bits, plan)
+            assert totals[1].any()
+            assert torch.equal(totals[0], totals[1])
 
 
 @needs_native

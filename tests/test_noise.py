@@ -91,6 +91,17 @@ def test_the_transform_equals_libm_to_a_few_ulp():
     assert (np.rint(got * scale) != np.rint(expected * scale)).mean() < 2.0**-14   # 160,000 values: none or one
 
 
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the CPU kernels")
+@pytest.mark.parametrize("blocks", [1, 15, 64, 65, 200])
+def test_normals_do_not_depend_on_how_many_are_made(blocks):
+    """Blocks are made and transformed many at a time; the low half of their number wraps around in between."""
+    key, first = (ctypes.c_uint32 * 8).from_buffer_copy(KEY), 2**32 - 20
+    out = np.empty(8 * blocks)
+    native.loaded().dprs_normals(key, 5, first, blocks, out.ctypes.data_as(ctypes.c_void_p))
+    assert np.array_equal(out, native_normals(native_words(KEY, 5, first, blocks)))
+    assert np.abs(out - reference.normals(reference.words(KEY, 5, first, blocks))).max() < 5e-15
+
+
 @pytest.mark.parametrize("std", [1.0, 0.999, 1.66, 2.0, 1e-9, 3e5])
 def test_grid_rule(std):
     assert grid_of(std) == 2.0 ** math.floor(math.log2(std * 2.0**-20))
@@ -126,6 +137,18 @@ def test_noise_does_not_depend_on_its_neighbours(backend):
     for part, kept, whole in zip(masked, keep.dense(), with_b, strict=True):
         assert torch.equal(part[kept], whole[kept])
         assert not part[~kept].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rate", [0.3, 0.9, 0.999])
+def test_blocks_that_are_skipped_do_not_move_the_others(backend, rate):
+    """Blocks of 8 coordinates without a kept one are never made: at r = 0.9 they are 43 % of a tile."""
+    shapes, setting = [(3, 1025), (19,), (1024,)], Setting(noise_multiplier=1.0, expected_batch_size=1)
+    grads = [g.double() for g in random_grads(shapes, 0)]
+    keep = KeepMask.draw(shapes, drop_rate=rate, seed=0, draw=0)
+    whole, masked = run(backend, grads, None, setting), run(backend, grads, keep, setting)
+    for part, kept, full in zip(masked, keep.dense(), whole, strict=True):
+        assert torch.equal(part, torch.where(kept, full, 0.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
