@@ -1,12 +1,13 @@
 """Who makes normals in bench_noise.py, on one core: ours, and what torch and numpy have.
 
 torch has no Philox on the CPU in eager mode (its generator there is mt19937); what torch.compile generates for randn
-is Philox-4x32-10, so that is raced under its name. numpy has Philox too. The cipher alone is not raced: dprs_words of
-the C interface makes one block at a time, for tests, where the release makes a vector of them.
+is Philox-4x32-10, so that is raced under its name. numpy has Philox too. The cipher alone is the floor of ours: 16
+words for 8 normals.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from typing import Any
@@ -22,6 +23,7 @@ from dprs_kernels.layout import Layout
 from dprs_kernels.plan import StepPlan, make_plan
 
 READ, SILENT = "read the floats once (limit)", f"{OURS}, release without noise"
+CIPHER = f"{OURS}, ChaCha20 alone"
 RANDN, RANDN_64, PHILOX = "torch.randn", "torch.randn, float64", "torch.compile, Philox"
 LIBM, NUMPY, NUMPY_PHILOX = "numpy, float64 libm", "numpy, PCG64 ziggurat", "numpy, Philox ziggurat"
 KEY = bytes(range(32))   # speed is that of any key
@@ -46,6 +48,7 @@ class Normals:
             Contender(READ, lambda sigma: native.read_once([out32]), peer=False),
             self._release(OURS, 1.0),
             self._release(SILENT, 0.0),
+            self._cipher(),
             Contender(RANDN, lambda sigma: out32.normal_()),
             Contender(RANDN_64, lambda sigma: out64.normal_()),
             Contender(PHILOX, lambda sigma: compiled()(out32)),
@@ -69,8 +72,22 @@ class Normals:
 
         return Contender(name, run, peer=False)
 
+    def _cipher(self) -> Contender:
+        """The words, without the transform."""
+        made = np.empty((self.count // 8, 16), np.uint32)
+        place = made.ctypes.data_as(ctypes.c_void_p)
+
+        def run(_: float) -> torch.Tensor:
+            native.loaded().dprs_words(KEY, 0, 0, self.count // 8, place)
+            return torch.from_numpy(made)
+
+        return Contender(CIPHER, run, peer=False)
+
     def wrong(self, contender: Contender) -> str:
         """Why, or "". Ours against the specification, the others by moments within six standard errors."""
+        if contender.name == CIPHER:
+            same = np.array_equal(contender.run(1.0).numpy(), self.words)
+            return "" if same else "other words than the specification's"
         z = torch.as_tensor(contender.run(1.0)).double()
         if contender.name == SILENT:
             return "" if not z.any() else "noise where none was asked for"
