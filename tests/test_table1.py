@@ -15,6 +15,7 @@ import pytest
 from dprs_kernels import __main__ as cli
 from dprs_kernels.paper import table1, table1_runs, table1_text
 from dprs_kernels.paper import train as train_module
+from dprs_kernels.paper.config import TrainConfig
 from dprs_kernels.paper.networks import network_for
 from dprs_kernels.paper.run_folder import RunFolder
 from dprs_kernels.paper.table1 import ROWS, Job, Record, Row, Setting
@@ -59,6 +60,17 @@ def test_rows_are_the_papers() -> None:
     first = {method: ROWS["cifar10-dp-cnn-eps3"].settings[method][0] for method in table1.METHODS}   # published
     assert first["baseline"] == Setting(epochs=40, lr=1.0, momentum=0.0, clip=1.0, final_rate=0.0, batch=1000)
     assert first["rs"] == Setting(epochs=48, lr=1.0, momentum=0.0, clip=1.0, final_rate=0.9, batch=1000)
+    grey = Setting(epochs=40, lr=4.0, momentum=0.0, clip=1.0, final_rate=0.0, batch=2048)   # SETTINGS.md, rescaled
+    assert ROWS["fmnist-dp-cnn-s-eps3"].settings["baseline"][0] == grey
+    scatter = ROWS["cifar10-h-cnn-eps3"].settings["baseline"][0]
+    assert scatter == Setting(epochs=60, lr=4.0, momentum=0.0, clip=1.0, final_rate=0.0, batch=8192)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_dprs_train_has_the_tables_settings_by_default(row: Row) -> None:
+    for job in table1.jobs([row], seeds=1):
+        given = dict(final_rate=0.0) if job.method == "baseline" else {}
+        assert TrainConfig.of(row.dataset, row.model, epsilon=row.epsilon, **given) == job.config()
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
