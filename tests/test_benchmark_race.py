@@ -1,6 +1,7 @@
 """The harness: who is wrong is not timed, turns are taken, budgets end races, disturbed races are not kept."""
 
 import doctest
+import re
 import sys
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_noise_of_the_wrong_size_is_seen():
     contender = bench_step.build(PAPER, work, 0.5)
     run = contender.run
     contender.run = lambda sigma: run(0.9 * sigma)
-    assert "noise has variance 0.8" in check(contender, work, 0.5)
+    assert re.match(r"noise has variance 0\.(7|8)", check(contender, work, 0.5))   # 0.81, with a standard error of 0.01
 
 
 def test_a_missing_library_is_left_out_and_said(monkeypatch):

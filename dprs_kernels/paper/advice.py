@@ -30,8 +30,8 @@ SIGMAS = {
     "svhn-dp-cnn-eps3": 1.328, "svhn-dp-cnn-eps1": 3.107,
     "svhn-h-cnn-eps3": 4.019, "svhn-h-cnn-eps1": 10.647,
 }   # fmt: skip
-# The paper's gains in points by ratio: +0.3 to +0.9 below 0.09, +0.8 to +1.5 from there to 0.95, +1.1 to +3.1 above. The
-# limits were drawn afterwards, between rows that gained more and less.
+# The paper's gains in points by ratio: +0.3 to +0.9 below 0.09, +0.8 to +1.5 from there to 0.95, +1.1 to +3.1 above.
+# The limits were drawn afterwards, between rows that gained more and less.
 LITTLE, MUCH = 0.09, 0.95
 STRETCHES = (1.0, 1.2, 1.5)   # of the epochs, as the paper's grid
 MOMENTA = (0.0, 0.5, 0.9)     # C = 1, 0.5, 0.1 by the scaling rule, as the paper's grid
