@@ -11,7 +11,7 @@ from typing import Any
 
 import memory
 import pytest
-from fit import BEYOND_CACHE, exponent
+from fit import beyond_cache, exponent
 from names import OURS
 from racing import SIGMA, Contender, race
 from report import Figure, Results, Subject
@@ -47,7 +47,7 @@ def add_figures(
 ) -> None:
     case = f"against {axis}"
     if axis in GROWING:
-        large = [k for k, point in enumerate(points) if point.bytes > BEYOND_CACHE]
+        large = [k for k, point in enumerate(points) if beyond_cache(axis, point.bytes, point.samples)]
         sizes = [points[k].bytes for k in large]
         step, read = (exponent(sizes, [entries[k].best for k in large]) for entries in (ours, limits))
         text = f"exponent of time in {axis}, {points[large[0]].setting} to {points[-1].setting}"

@@ -43,17 +43,17 @@ def _split(size: int, tensors: int) -> tuple[tuple[int, ...], ...]:
 
 
 def axes(full: bool) -> dict[str, list[Point]]:
-    """N: DP-CNN. D: one tensor, 64 samples, rows up to 8 MB (32 MB with --full, as large as an L3). r, threads: DP-CNN
-    with N = 128. tensors: 2^20 coordinates cut into that many."""
+    """N: DP-CNN. D: one tensor, 32 samples, rows up to 32 MB, as large as an L3. r, threads: DP-CNN with N = 128.
+    tensors: 2^20 coordinates cut into that many."""
     cnn = SHAPES["DP-CNN"].shapes
-    counts = (16, 32, 64, 128, 256, 512, 1024, 2048) if full else (128, 256, 512)
-    powers = range(16, 24) if full else range(19, 22)
+    counts = (16, 32, 64, 128, 256, 512, 1024, 2048) if full else (128, 256, 512, 1024)
+    powers = range(16, 24) if full else range(20, 24)
     rates = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99) if full else (0.0, 0.5, 0.9)
     pieces = (1, 3, 10, 30, 100, 300, 1000) if full else (1, 32, 1000)
     threads = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= torch.get_num_threads()]
     return {
         "N": [Point(f"N = {n}", n, cnn) for n in counts],
-        "D": [Point(f"D = {2**k}", 64, ((2**k,),)) for k in powers],
+        "D": [Point(f"D = {2**k}", 32, ((2**k,),)) for k in powers],
         "r": [Point(f"r = {r:g}", 128, cnn, rate=r) for r in rates],
         "threads": [Point(f"threads = {k}", 128, cnn, threads=k) for k in threads],
         "tensors": [Point(f"tensors = {k}", 64, _split(2**20, k)) for k in pieces],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fit import BEYOND_CACHE, exponent
+from fit import beyond_cache, exponent
 from names import LIMIT, OURS
 from rows import DATA, QUESTIONS, Row, newest_machine, read_rows
 
@@ -154,7 +154,7 @@ def scaling_table(rows: Sequence[Row]) -> list[str]:
 
 def fitted(rows: Sequence[Row], axis: str) -> float | None:
     """The exponent in N or D of rows with one contender; None where too few sizes are beyond the cache."""
-    chosen = [row for row in rows if row.case == f"against {axis}" and row.bytes > BEYOND_CACHE]
+    chosen = [row for row in rows if row.case == f"against {axis}" and beyond_cache(axis, row.bytes, row.N)]
     sizes = [float(getattr(row, axis)) for row in chosen]
     return exponent(sizes, [row.best_ms for row in chosen]) if len(set(sizes)) > 1 else None
 

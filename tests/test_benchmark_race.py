@@ -117,9 +117,9 @@ def test_turns_are_taken_and_nobody_is_always_first(monkeypatch):
 
 def test_a_race_ends_with_its_seconds_but_everybody_gets_three_turns(monkeypatch):
     clock = Clock(monkeypatch)
-    entries = [clock.contender("a", 1.0, peer=False), clock.contender("b", 1.0, peer=False)]
-    race(entries, 100, seconds=9.0)
-    assert [len(entry.trials) for entry in entries] == [5, 5]
+    entries = [clock.contender("ours", 1.0, peer=False), clock.contender("peer", 1.0)]
+    race(entries, 100, seconds=9.0, patience=60.0)
+    assert [len(entry.trials) for entry in entries] == [8, 5]   # 10 s together, then ours alone up to 12.6
     race(slow := [clock.contender("slow", 60.0, peer=False)], 100, seconds=9.0)
     assert len(slow[0].trials) == 3
 
