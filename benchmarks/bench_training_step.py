@@ -138,15 +138,15 @@ def add_figures(
     case: Model, entries: Sequence[Contender], ours: Contender, plain: Contender, batch: int, results: Results
 ) -> None:
     text, race = f"{case.name}: whole step of ours over non-private SGD", case.race(batch)
-    results.figures.append(Figure(text, ours.best / plain.best, COSTS.get(case.name), case=race))
-    best = {entry.name: best_of(entries, entry.name).best for entry in entries}
-    modes = [best[name] for name in OPACUS_MODES if name in best]
+    results.figures.append(Figure(text, ours.over(plain), COSTS.get(case.name), case=race))
+    over = {entry.name: best_of(entries, entry.name).over(ours) for entry in entries}
+    modes = [over[name] for name in OPACUS_MODES if name in over]
     rivals = {"the best Opacus mode, no mask": (min(modes, default=None), 1.6),
-              "BackPACK with the paper's lines": (best.get(BACKPACK), 4.0)}   # fmt: skip
-    for rival, (seconds, least) in rivals.items():
-        if seconds is not None:
+              "BackPACK with the paper's lines": (over.get(BACKPACK), 4.0)}   # fmt: skip
+    for rival, (ratio, least) in rivals.items():
+        if ratio is not None:
             text, asked = f"{case.name}: whole step of {rival}, over ours", least if case.name == "DP-CNN" else None
-            results.figures.append(Figure(text, seconds / ours.best, at_least=asked, case=race))
+            results.figures.append(Figure(text, ratio, at_least=asked, case=race))
 
 
 def measure(case: Model, name: str, batch: int, results: Results) -> float | None:

@@ -64,6 +64,15 @@ class Contender:
         """Seconds: the middle half's width."""
         return middle_half(self.trials)
 
+    def over(self, base: Contender) -> float:
+        """Best over best, of the rounds that both were in: who had more turns has the better best.
+
+        >>> Contender("peer", print, trials=[6.0, 4.0]).over(Contender("ours", print, trials=[2.0, 2.0, 1.0]))
+        2.0
+        """
+        both = min(len(self.trials), len(base.trials))
+        return min(self.trials[:both]) / min(base.trials[:both])
+
     def ratio_spread(self, base: Contender) -> float:
         """The middle half's width of the ratios round by round, over their median: what the two do together (a slow
         minute) is not in it."""

@@ -114,8 +114,8 @@ class Results:
                 cpu=cpu_name(), torch=torch.__version__, case=subject.case, contender=c.name,
                 library=library_of(c.name), setting=c.setting, role=c.role, best_ms=_digits(c.best * 1e3),
                 median_ms=_digits(c.median * 1e3), spread_ms=_digits(c.spread * 1e3), rounds=len(c.trials),
-                x_limit=_digits(c.best / base.best), x_sgd=_digits(c.best / sgd.best) if sgd else None,
-                x_ours=_digits(c.best / ours.best) if ours else None, ratio_spread=_digits(c.ratio_spread(sgd or base)),
+                x_limit=_digits(c.over(base)), x_sgd=_digits(c.over(sgd)) if sgd else None,
+                x_ours=_digits(c.over(ours)) if ours else None, ratio_spread=_digits(c.ratio_spread(sgd or base)),
                 **columns,
             ))   # fmt: skip
         self.rows += rows

@@ -47,7 +47,7 @@ class Row:
     spread_ms: float             # width of the middle half of the rounds
     rounds: int | None
     bytes: int                   # what the limit reads once
-    x_limit: float | None        # best / best of the limit
+    x_limit: float | None        # best / best of the limit, as all three over the rounds that both were in
     x_sgd: float | None          # best / best of non-private SGD
     x_ours: float | None         # best / best of ours: how many times faster ours is
     ratio_spread: float | None   # middle half of x_sgd, or of x_limit, round by round, over its median
