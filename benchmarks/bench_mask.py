@@ -39,7 +39,9 @@ def test_mask(size: int, benchmark: Any, results: Results, seconds: float) -> No
         figure = Figure(f"mask for D = {size:,}", ours.best, ASKED[size], form="{:.4f} s", case=case_of(size))
         results.figures.append(figure)
     # No failure: torch.randperm is biased for D in the 100 millions (32-bit numbers modulo what is left), and stays so.
-    results.notes += [f"Left out of {case_of(size)}: {name}: {why}" for name, why in found.items() if why]
+    for name, why in found.items():
+        if why:
+            results.note(f"Left out of {case_of(size)}: {name}: {why}")
     benchmark.pedantic(ours.run, args=(SIGMA,), rounds=2, iterations=1)
 
 

@@ -19,6 +19,7 @@ import torch
 from names import LIMIT, OURS
 from racing import SIGMA, Contender, race
 from report import Figure, Results, Subject
+from rows import standing
 from training_contenders import (
     BACKPACK,
     FULL_PEERS,
@@ -151,7 +152,7 @@ def add_figures(
 
 def measure(case: Model, name: str, batch: int, results: Results) -> float | None:
     """MiB, at the micro-batch that stands for the contender in the race, or the first one where there was none."""
-    row = results.find(case.race(batch), name)
+    row = standing(results.rows, case.race(batch), name)
     micro = "0" if name == OURS else row.setting.split()[-1] if row else str(case.peer_micros[0])
     found = memory.measure("training", case.name, name, micro, str(batch))
     return None if found is None else float(found)

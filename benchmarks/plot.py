@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from names import LIMIT, OURS
-from rows import DATA, QUESTIONS, Row, newest_machine, read_rows
-from table import fitted, nanoseconds, standing
+from rows import DATA, QUESTIONS, Row, newest_machine, read_rows, standing
+from table import fitted, nanoseconds
 
 WIDTH = 7.0          # inches, at 100 dots each: what a README shows
 BLUE, PALE, BLACK, GREY, ORANGE = "#0072B2", "#56B4E9", "#000000", "#999999", "#D55E00"

@@ -12,7 +12,7 @@ import torch
 from harness import Case, dtype_name
 from names import LIMIT, OURS
 from racing import Bystanders, Contender
-from rows import SCHEMA, Row, commit, cpu_name, library
+from rows import SCHEMA, Row, commit, cpu_name, library, standing
 
 from dprs_kernels import __version__
 
@@ -121,15 +121,10 @@ class Results:
         self.rows += rows
         return rows
 
-    def find(self, case: str, contender: str, setting: str | None = None) -> Row | None:
-        """The row that stands for a contender: ours at its default, others at their best."""
-        found = [r for r in self.rows if (r.case, r.contender) == (case, contender) and setting in (None, r.setting)]
-        return min(found, key=lambda row: ("default", "best", "", "other").index(row.role), default=None)
-
     def add_memory(self, case: str, peaks: dict[str, float | None]) -> None:
         """MiB by contender; goes to the row that stands for it."""
         for contender, peak in peaks.items():
-            row = self.find(case, contender)
+            row = standing(self.rows, case, contender)
             if row is not None and peak is not None:
                 row.peak_mib = _digits(peak)
 

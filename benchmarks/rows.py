@@ -136,6 +136,12 @@ def save(rows: Sequence[Row], folder: Path = DATA) -> list[Path]:
     return written
 
 
+def standing(rows: Sequence[Row], case: str, contender: str) -> Row | None:
+    """The row that stands for a contender in a race: ours at its default, others at their best."""
+    found = [row for row in rows if (row.case, row.contender) == (case, contender)]
+    return min(found, key=lambda row: ("default", "best", "", "other").index(row.role), default=None)
+
+
 def newest_machine(rows: Sequence[Row]) -> list[Row]:
     """The rows of the machine that raced last: tables and pictures show one machine, never a mix."""
     if not rows:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from fit import beyond_cache, exponent
 from names import LIMIT, OURS
-from rows import DATA, QUESTIONS, Row, newest_machine, read_rows
-
-ORDER = ("default", "best", "", "other")   # which row stands for a contender
+from rows import DATA, QUESTIONS, Row, newest_machine, read_rows, standing
 
 
 def markdown(folder: Path = DATA) -> str:
@@ -49,12 +47,6 @@ def origin(rows: Sequence[Row]) -> str:
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     rule = ["---"] + ["---:"] * (len(head) - 1)
     return ["| " + " | ".join(line) + " |" for line in (head, rule, *lines)]
-
-
-def standing(rows: Sequence[Row], case: str, contender: str) -> Row | None:
-    """The row that stands for a contender in a race: ours at its default, others at their best."""
-    found = [row for row in rows if (row.case, row.contender) == (case, contender)]
-    return min(found, key=lambda row: ORDER.index(row.role), default=None)
 
 
 def matrix(rows: Sequence[Row], cases: Sequence[str], cell: Callable[[Row], str], heads: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from names import LIMIT, OURS
 from noise_contenders import RANDN, Normals
 from racing import BUDGETS, Contender, race, race_seconds
 from report import DISTURBED, Figure, Results, Subject, race_table, target_table
+from rows import standing
 from scaling_points import Point, Work, buffer_for
 
 
@@ -149,7 +150,7 @@ def results_of(*times):
 
 
 def test_a_row_has_ratios_spreads_and_versions():
-    row = results_of(3.0, 3.0, 6.0).find("a case", OURS)
+    row = standing(results_of(3.0, 3.0, 6.0).rows, "a case", OURS)
     assert (row.x_limit, row.best_ms, row.median_ms, row.rounds) == (3.0, 3000.0, 3000.0, 3)
     assert row.ratio_spread == 0.0   # a slow round hit both: the ratio never moved
     assert row.spread_ms == 1500.0

@@ -32,10 +32,11 @@ def run(runs: list[str], out: str) -> None:
         drawn.savefig(out, dpi=plots.DPI)
     except (OSError, ValueError) as error:   # ValueError: a format that matplotlib does not know
         raise ValueError(f"out: cannot write {out} ({error}); name a .png file in a folder that exists") from error
-    print(table([_cells(label, folder, rows[label]) for label, folder in zip(rows, folders, strict=True)]))
+    more = {label: _charged_since(folder, rows[label]) for label, folder in zip(rows, folders, strict=True)}
+    print(table([_cells(label, folder, rows[label], more[label]) for label, folder in zip(rows, folders, strict=True)]))
     if any(row.claim == "nominal" for found in rows.values() for row in found):
         print("~ nominal: shuffled batches counted as Poisson samples, no proof")
-    if any(found and _charged_since(folder, found[-1]) for folder, found in zip(folders, rows.values(), strict=True)):
+    if any(more.values()):
         print("> more was spent: steps of an epoch that was not finished; dprs account ledger RUN/ledger.jsonl has all")
     print(f"picture {out}")
 
@@ -51,7 +52,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(line(row).rstrip() for row in (COLUMNS, *rows))
 
 
-def _cells(label: str, folder: RunFolder, rows: list[Metrics]) -> tuple[str, ...]:
+def _cells(label: str, folder: RunFolder, rows: list[Metrics], more: int) -> tuple[str, ...]:
     config = folder.config
     settings = (
         label, config.dataset, config.model, str(config.algorithm), f"{config.final_rate:g}", f"{config.clip:g}",
@@ -60,7 +61,7 @@ def _cells(label: str, folder: RunFolder, rows: list[Metrics]) -> tuple[str, ...
     if not rows:
         return (*settings, f"0/{config.epochs}", str(config.seed), "-", "-", "-")
     last = rows[-1]
-    marks = f"{'>' if _charged_since(folder, last) else ''}{'~' if last.claim == 'nominal' else ''}"
+    marks = f"{'>' if more else ''}{'~' if last.claim == 'nominal' else ''}"
     epsilon = "none" if last.epsilon is None else f"{marks}{last.epsilon:.2f}"
     seconds = sorted(row.seconds for row in rows)[len(rows) // 2]
     return (
@@ -69,11 +70,14 @@ def _cells(label: str, folder: RunFolder, rows: list[Metrics]) -> tuple[str, ...
     )   # fmt: skip
 
 
-def _charged_since(folder: RunFolder, last: Metrics) -> int:
-    """Steps that were charged after the last row: of an epoch that was not finished."""
+def _charged_since(folder: RunFolder, rows: list[Metrics]) -> int:
+    """Steps that were charged after the last row: of an epoch that was not finished. 0 where there is no row yet, and
+    so no epsilon shown."""
+    if not rows:
+        return 0
     from dprs_kernels.privacy.ledger import Ledger
 
-    return Ledger.read(folder.ledger).steps - last.charged
+    return Ledger.read(folder.ledger).steps - rows[-1].charged
 
 
 def _labels(folders: list[RunFolder]) -> list[str]:

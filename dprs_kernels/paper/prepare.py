@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from dprs_kernels.noise import NoiseSource
 from dprs_kernels.paper import channel_statistics, probe, scatter
 from dprs_kernels.paper.config import TrainConfig
 from dprs_kernels.paper.data import Data, load
 from dprs_kernels.paper.networks import Network
 from dprs_kernels.paper.progress import Progress, Silent
+from dprs_kernels.paper.recipes import noise_for
 from dprs_kernels.privacy.ledger import Ledger
 
 EVALUATED = 1000           # test images at a time
@@ -44,8 +44,7 @@ def fill_statistics(
     layer = next(module for module in model.modules() if isinstance(module, channel_statistics.Standardise))
     _, channels, height, width = features.shape
     images = (channels // scatter.MAPS, height * 2**scatter.J, width * 2**scatter.J)
-    seed = seed_for_tests
-    noise = NoiseSource() if seed is None else NoiseSource.seeded_for_tests(seed + STATISTICS_SEED)
+    noise = noise_for(seed_for_tests, STATISTICS_SEED)
     scales = channel_statistics.public_scales(images)
     layer.fill(
         channel_statistics.estimate(features, scales=scales, expected_size=len(features), noise=noise, ledger=ledger)

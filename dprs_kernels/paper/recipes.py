@@ -123,13 +123,14 @@ class Recipe:
         settings: dict[str, Any] = dict(
             max_grad_norm=math.inf if self.algorithm == 2 else self.max_grad_norm,
             noise_multiplier=0.0 if self.algorithm == 3 else self.noise_multiplier,
-            expected_batch_size=self.expected_batch_size, noise=_noise(seed_for_tests, 0), schedule=self.schedule(),
+            expected_batch_size=self.expected_batch_size, noise=noise_for(seed_for_tests), schedule=self.schedule(),
             seed=self.seed, loss_reduction="sum", backend=backend,
         )   # fmt: skip
         if self.algorithm == 4:
-            return RankedOptimizer(inner, ranking_noise=_noise(seed_for_tests, RANKING_SEED), **settings)
+            return RankedOptimizer(inner, ranking_noise=noise_for(seed_for_tests, RANKING_SEED), **settings)
         return RSDPOptimizer(inner, **settings)
 
 
-def _noise(seed: int | None, stream: int) -> NoiseSource:
+def noise_for(seed: int | None, stream: int = 0) -> NoiseSource:
+    """A fresh key; or, for tests, the stream's of a seed: each use of noise in a run has its own."""
     return NoiseSource() if seed is None else NoiseSource.seeded_for_tests(seed + stream)
