@@ -26,8 +26,8 @@ inline double factor(double norm, double bound, const Accumulate& a) {
 }
 
 struct Scratch {   // one thread's
-  alignas(64) double rows[kRows][kTile];    // gathered rows of any dtype
-  double* factors;                          // [group][segments]
+  alignas(64) double rows[kRows][kTile] = {};   // gathered rows of any dtype
+  double* factors;                              // [group][segments]
 };
 alignas(64) const double kZeros[kTile] = {};
 
@@ -55,7 +55,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
       // Factor 0 may mean NaN or Inf in the row: read zeros instead (a select, the work is the same).
       rows[r] = f[r] != 0 ? row : reinterpret_cast<const T*>(kZeros);
     }
-    add_rows<T, HasKeep, How, Rows>(rows, f, keep, tile.length, a.acc + 8 * tile.padded);
+    add_rows<T, HasKeep, How, Rows>(rows, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
   });
 }
 
@@ -76,17 +76,16 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
     const T* rows[Rows];
     for (int r = 0; r < Rows; ++r)
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
-    square_norms<HasKeep, Rows>(rows, keep, tile.length, scale, a.partial[k & 1] + t * a.group + i);
+    square_norms<HasKeep, Rows>(rows, keep, tile.blocks, tile.length, scale, a.partial[k & 1] + t * a.group + i);
   });
 }
 
 template <class T>
 void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
   const Tile& tile = work.tiles[t];
-  const Kept kept = a.kept[t];
-  if (kept == Kept::none) {   // public: the mask never depends on data
+  if (tile.kept == Kept::none) {   // public: the mask never depends on data
     for (int64_t i = 0; i < a.group && !sums; ++i) a.partial[k & 1][t * a.group + i] = 0;
-  } else if (kept == Kept::some) {
+  } else if (tile.kept == Kept::some) {
     if (sums) sums_of_tile<T, true>(a, own, tile, k);
     else norms_of_tile<T, true>(a, own, work, t, k);
   } else {

@@ -10,7 +10,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 3;
+constexpr int64_t kAbi = 4;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -57,16 +57,17 @@ extern "C" {
 
 void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
                      int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
-  const int64_t row = dprs::row_bytes(*grads);
-  if (group <= 0) group = dprs::choose_group(row, threads);
-  const std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
+  std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
+  dprs::note_kept(tiles, keep);
+  dprs::note_held(tiles, *grads);
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
-  const std::vector<dprs::Kept> kept = dprs::kept_in(tiles, keep);
+  const int64_t row = dprs::row_bytes(tiles, *grads);
+  if (group <= 0) group = dprs::choose_group(row, threads);
   // Each thread's factors start on a cache line of their own.
   const int64_t stride = (group * clip->segments + 15) / 8 * 8;
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
   dprs::Barrier barrier;
-  kernels().accumulate({*grads, *clip, keep, kept.data(), unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
+  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
                         group * row > dprs::kCache, {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
                        {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
 }

@@ -18,6 +18,9 @@ struct dprs_grads {
   const int64_t* strides;     // [P][DPRS_MAX_DIMS], in elements
   const void* const* right;   // [P] null, or the right factor a of outer products e a^T that are never stored (fp32 and
                               // fp64): data is e, shapes[p][0] the length of a, strides[p][0] from one a to the next
+  const int64_t* const* held; // [P] null, or for each row of the parameter which row of data it is, -1 where it is not
+                              // there: data holds kept rows only, one after another. Every kept coordinate is there
+  const int64_t* row_sizes;   // [P] coordinates of a row, where held is given
 };
 
 enum dprs_dtype { DPRS_F32 = 0, DPRS_F64 = 1, DPRS_BF16 = 2, DPRS_F16 = 3 };

@@ -10,6 +10,11 @@ namespace dprs {
 
 constexpr int kTile = 1024;   // 4 KB of fp32: a page of each row, 8 KB of accumulator, both in L1
 
+constexpr int kBlock = 256;   // of a tile: what norms.h adds up in fp32, and the least that is left out
+
+// How much of a tile is kept: nothing to do, masked, or the plain loop.
+enum class Kept : uint8_t { none, some, all };
+
 // The unit of work: at most kTile consecutive coordinates of one parameter, so one dtype, one clipping
 // segment and one run of keep bits.
 struct Tile {
@@ -17,6 +22,10 @@ struct Tile {
   int64_t start;    // first coordinate, within the parameter
   int64_t padded;   // the same in the padded layout; a multiple of 32
   int64_t length;
+  Kept kept;
+  uint8_t blocks;   // bit b: block b has a kept coordinate. Whole rows drop together: other blocks are never touched
+  bool scattered;   // its kept coordinates are not one run of what is held
+  int64_t shift;    // from a coordinate to its place in what is held, unless scattered
 };
 
 // Work shared out: worker w has tiles [first[w], first[w + 1]).
@@ -26,9 +35,6 @@ struct Work {
   const int64_t* first;
   int64_t threads;
 };
-
-// How much of a tile is kept: nothing to do, masked, or the plain loop.
-enum class Kept : uint8_t { none, some, all };
 
 // All workers meet here. OpenMP's own barrier spins for milliseconds; where another program holds a CPU, the
 // waiting thread then keeps the late one from running, and a step takes ten times as long.
@@ -41,7 +47,6 @@ struct Accumulate {
   dprs_grads grads;
   dprs_clip clip;
   const uint32_t* keep;
-  const Kept* kept;    // [tiles]
   bool integers;       // acc holds int64 multiples of the unit h, else float64
   bool small;          // a contribution is at most 2^29 units
   double per_unit;     // 1/h, or 1 without a unit

@@ -9,6 +9,7 @@
 // coordinates of that size together change n by less than the rest of the margin.
 // Multiplications and additions are separate, so that all instruction sets give the same bits.
 #pragma once
+#include "kernels.h"
 #include "simd.h"
 
 namespace dprs {
@@ -16,7 +17,6 @@ namespace DPRS_ISA {
 
 constexpr int kNormRows = 4;   // rows at once: they share the mask
 constexpr int kNormLanes = 16;
-constexpr int kNormBlock = 256;
 
 // The sum of 8 lanes by a tree of fixed shape, lane i with lane i + half: the same on every instruction set.
 DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
@@ -28,13 +28,15 @@ DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
 // out[r] = s^2 times the sum of squares of row r. Nothing is prefetched by hand: one core follows four rows at 27 GB/s,
 // one row at 19, and naming the lines that come next made it 2 to 4 % slower.
 template <bool HasKeep, int Rows, class T>
-inline void square_norms(const T* const* rows, const uint32_t* keep, int64_t length, double scale, double* out) {
+inline void square_norms(const T* const* rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
+                         double* out) {
   constexpr int kSums = kNormLanes / kStep;
   const f32v s = f32v{} + static_cast<float>(scale);
   f64v total[Rows][8 / kLanes] = {};   // 8 lanes of float64 a row
-  for (int64_t begin = 0; begin < length; begin += kNormBlock) {
+  for (int64_t begin = 0; begin < length; begin += kBlock) {
+    if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;   // would add zeros
     f32v acc[Rows][kSums] = {};
-    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, least(begin + kNormBlock, length),
+    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
                     [&](const T* const* p, int64_t at, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v) {
         const u32v m = keep_mask(word, v);
@@ -61,18 +63,22 @@ inline void square_norms(const T* const* rows, const uint32_t* keep, int64_t len
 
 // fp64: squares in float64.
 template <bool HasKeep, int Rows>
-inline void square_norms(const double* const* rows, const uint32_t* keep, int64_t length, double scale, double* out) {
+inline void square_norms(const double* const* rows, const uint32_t* keep, uint32_t blocks, int64_t length,
+                         double scale, double* out) {
   constexpr int kSums = 8 / kLanes;
   f64v total[Rows][kSums] = {};
-  for_words<Rows>(rows, HasKeep ? keep : nullptr, 0, length,
-                  [&](const double* const* p, int64_t at, int64_t, uint32_t word) {
-    for (int v = 0; v < kVectors; ++v)
-      for (int r = 0; r < Rows; ++r) {
-        const Pair y = load_pair<HasKeep>(p[r] + at + v * kStep, keep_mask(word, v));
-        total[r][2 * v % kSums] += (y.lo * scale) * (y.lo * scale);
-        total[r][(2 * v + 1) % kSums] += (y.hi * scale) * (y.hi * scale);
-      }
-  });
+  for (int64_t begin = 0; begin < length; begin += kBlock) {
+    if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;
+    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
+                    [&](const double* const* p, int64_t at, int64_t, uint32_t word) {
+      for (int v = 0; v < kVectors; ++v)
+        for (int r = 0; r < Rows; ++r) {
+          const Pair y = load_pair<HasKeep>(p[r] + at + v * kStep, keep_mask(word, v));
+          total[r][2 * v % kSums] += (y.lo * scale) * (y.lo * scale);
+          total[r][(2 * v + 1) % kSums] += (y.hi * scale) * (y.hi * scale);
+        }
+    });
+  }
   for (int r = 0; r < Rows; ++r) out[r] = join_all(total[r]);
 }
 

@@ -44,7 +44,26 @@ inline void outer(const T* e, const T* a, int64_t in, int64_t start, int64_t len
   }
 }
 
-// The values of `tile` for sample i: in place where a sample is contiguous, else gathered or made in `scratch`.
+// Values [start, start + length) of a sample of which some rows are held (dprs_grads::held): those to their places in
+// `out`; what is not there stays as it is, since nobody looks at it.
+template <class T>
+inline void place(const T* sample, const int64_t* held, int64_t row, int64_t start, int64_t length, T* out) {
+  int64_t o = start / row, c = start % row;
+  for (int64_t done = 0; done < length; ++o, c = 0) {
+    const int64_t run = least(length - done, row - c);
+    if (held[o] >= 0) std::memcpy(out + done, sample + held[o] * row + c, sizeof(T) * run);
+    done += run;
+  }
+}
+
+// Calls f(first value, number of values) for each run of a tile's blocks that have a kept coordinate.
+template <class F> DPRS_INLINE void for_blocks(const Tile& tile, F f) {
+  for (int64_t begin = 0; begin < tile.length; begin += kBlock)
+    if (tile.blocks >> begin / kBlock & 1) f(begin, least(kBlock, tile.length - begin));
+}
+
+// The values of `tile` for sample i: in place where a sample is contiguous, else gathered or made in `scratch`, there
+// in blocks that have a kept coordinate.
 template <class T>
 inline const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scratch) {
   const T* sample = static_cast<const T*>(g.data[tile.param]) + i * g.row_strides[tile.param];
@@ -52,10 +71,16 @@ inline const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scra
   if constexpr (sizeof(T) >= 4)   // 16-bit factors are widened by the caller
     if (g.right[tile.param]) {
       const T* a = static_cast<const T*>(g.right[tile.param]) + i * g.strides[at];
-      outer(sample, a, g.shapes[at], tile.start, tile.length, scratch);
+      for_blocks(tile, [&](int64_t c, int64_t n) { outer(sample, a, g.shapes[at], tile.start + c, n, scratch + c); });
       return scratch;
     }
-  if (dims == 0) return sample + tile.start;
+  if (tile.scattered) {
+    const int64_t* held = g.held[tile.param];
+    const int64_t row = g.row_sizes[tile.param];
+    for_blocks(tile, [&](int64_t c, int64_t n) { place(sample, held, row, tile.start + c, n, scratch + c); });
+    return scratch;
+  }
+  if (dims == 0) return sample + tile.start + tile.shift;
   gather(sample, g.shapes + at, g.strides + at, dims, tile.start, tile.length, scratch);
   return scratch;
 }

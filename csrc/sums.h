@@ -9,6 +9,7 @@
 // anything: NaN, Inf and what is too large become some integer, which may wrap (vector arithmetic neither traps nor
 // takes longer), and the select makes 0 of it, as if zeros had been added; lanes do not see each other.
 #pragma once
+#include "kernels.h"
 #include "simd.h"
 
 namespace dprs {
@@ -70,17 +71,26 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
 
 // acc: 8 bytes a coordinate, padded to 32 coordinates like the keep bits.
 template <class T, bool HasKeep, Sum How, int Rows>
-inline void add_rows(const T* const* rows, const double* factors, const uint32_t* keep, int64_t length, char* acc) {
+inline void add_rows(const T* const* rows, const double* factors, const uint32_t* keep, uint32_t blocks, int64_t length,
+                     char* acc) {
   struct {
     typename FactorOf<T, How>::type f[Rows];
   } own;
   for (int r = 0; r < Rows; ++r) own.f[r] = static_cast<typename FactorOf<T, How>::type>(factors[r]);
-  // Captured by value: the compiler then knows that storing sums leaves the factors alone.
-  for_words<Rows>(rows, HasKeep ? keep : nullptr, 0, length,
-                  [own, acc](const T* const* p, int64_t at, int64_t c, uint32_t word) {
-    for (int v = 0; v < kVectors; ++v)
-      add_columns<T, HasKeep, How, Rows>(p, at + v * kStep, own.f, keep_mask(word, v), acc + 8 * (c + v * kStep));
-  });
+  for (int64_t begin = 0, end; begin < length; begin = end) {   // runs of blocks; mostly one run, the tile
+    end = length;
+    if (HasKeep) {
+      while (begin < length && !(blocks >> begin / kBlock & 1)) begin += kBlock;
+      for (end = begin; end < length && blocks >> end / kBlock & 1;) end += kBlock;
+      end = least(end, length);
+    }
+    // Captured by value: the compiler then knows that storing sums leaves the factors alone.
+    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, end,
+                    [own, acc](const T* const* p, int64_t at, int64_t c, uint32_t word) {
+      for (int v = 0; v < kVectors; ++v)
+        add_columns<T, HasKeep, How, Rows>(p, at + v * kStep, own.f, keep_mask(word, v), acc + 8 * (c + v * kStep));
+    });
+  }
 }
 
 }  // namespace DPRS_ISA

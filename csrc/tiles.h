@@ -13,10 +13,14 @@ inline std::vector<Tile> make_tiles(const int64_t* sizes, int64_t params) {
   int64_t padded = 0;
   for (int64_t p = 0; p < params; ++p) {
     for (int64_t s = 0; s < sizes[p]; s += kTile)
-      tiles.push_back({p, s, padded + s, std::min<int64_t>(kTile, sizes[p] - s)});
+      tiles.push_back({p, s, padded + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0});
     padded += (sizes[p] + 31) / 32 * 32;
   }
   return tiles;
+}
+
+inline int64_t touched(const Tile& tile) {   // coordinates
+  return std::min<int64_t>(tile.length, kBlock * __builtin_popcount(tile.blocks));
 }
 
 // Contiguous shares of the tiles, balanced by coordinates (small parameters make short tiles).
@@ -24,33 +28,64 @@ inline std::vector<int64_t> share_tiles(const std::vector<Tile>& tiles, int64_t 
   const int64_t count = static_cast<int64_t>(tiles.size());
   std::vector<int64_t> first(threads + 1, count);
   int64_t total = 0, seen = 0, share = 0;
-  for (const Tile& t : tiles) total += t.length;
+  for (const Tile& t : tiles) total += touched(t);
   for (int64_t i = 0; i < count; ++i) {
     while (share < threads && seen * threads >= share * total) first[share++] = i;
-    seen += tiles[i].length;
+    seen += touched(tiles[i]);
   }
   return first;
 }
 
-inline std::vector<Kept> kept_in(const std::vector<Tile>& tiles, const uint32_t* keep) {
-  std::vector<Kept> kept(tiles.size(), Kept::all);
-  for (size_t t = 0; keep && t < tiles.size(); ++t) {
-    uint32_t any = 0, every = ~0u;
-    for (int64_t c = 0; c < tiles[t].length; c += 32) {
-      const uint32_t word = keep[(tiles[t].padded + c) / 32];
-      const int64_t rest = tiles[t].length - c;
-      any |= word;
+// What the mask leaves of each tile.
+inline void note_kept(std::vector<Tile>& tiles, const uint32_t* keep) {
+  if (!keep) return;
+  for (Tile& tile : tiles) {
+    uint32_t every = ~0u;
+    tile.blocks = 0;
+    for (int64_t c = 0; c < tile.length; c += 32) {
+      const uint32_t word = keep[(tile.padded + c) / 32];
+      const int64_t rest = tile.length - c;
+      tile.blocks |= (word != 0) << c / kBlock;
       every &= rest >= 32 ? word : word | ~((1u << rest) - 1);
     }
-    kept[t] = any == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
+    tile.kept = tile.blocks == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
   }
-  return kept;
 }
 
-inline int64_t row_bytes(const dprs_grads& g) {
+// Where a tile's kept coordinates lie in a gradient of which only some rows are held. One run of it, in rows that
+// follow each other there too, is read in place; its blocks must not reach beyond what is held.
+inline void note_held(std::vector<Tile>& tiles, const dprs_grads& g) {
+  int64_t rows = 0;   // held, of the tile's parameter
+  for (Tile& tile : tiles) {
+    const int64_t* held = g.held[tile.param];
+    if (!held) continue;
+    const int64_t row = g.row_sizes[tile.param];
+    if (tile.start == 0) rows = std::count_if(held, held + g.sizes[tile.param] / row, [](int64_t at) { return at >= 0; });
+    if (tile.kept == Kept::none) continue;
+    bool first = true;
+    for (int64_t o = tile.start / row; o * row < tile.start + tile.length; ++o) {
+      if (held[o] < 0) continue;
+      const int64_t shift = (held[o] - o) * row;
+      if (!first && shift != tile.shift) tile.scattered = true;
+      tile.shift = shift;
+      first = false;
+    }
+    for (int64_t c = 0; c < tile.length; c += kBlock) {
+      const int64_t at = tile.start + c + tile.shift;
+      if (tile.blocks >> c / kBlock & 1 && (at < 0 || at + std::min<int64_t>(kBlock, tile.length - c) > rows * row))
+        tile.scattered = true;
+    }
+  }
+}
+
+// Of one sample, as far as they are read from memory: an outer product is not.
+inline int64_t row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
   int64_t bytes = 0;
-  for (int64_t p = 0; p < g.params; ++p)   // an outer product is not read from memory
-    if (!g.right[p]) bytes += g.sizes[p] * (g.dtypes[p] == DPRS_F64 ? 8 : g.dtypes[p] == DPRS_F32 ? 4 : 2);
+  for (const Tile& tile : tiles)
+    if (!g.right[tile.param]) {
+      const int64_t dtype = g.dtypes[tile.param];
+      bytes += touched(tile) * (dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2);
+    }
   return bytes;
 }
 

@@ -1,8 +1,8 @@
 """Parameters and per-sample gradients as users hand them over, checked before anything is written.
 
 Accepted: p.grad_sample (a tensor, or a list of them after accumulated backward passes, as Opacus leaves it),
-p.grad_batch (BackPACK), or an explicit list or name -> tensor dict, where OuterProducts may stand for a tensor.
-Taking p.grad_sample or p.grad_batch consumes it: the attribute becomes None, the memory is freed, and the same
+p.grad_batch (BackPACK), or an explicit list or name -> tensor dict, where OuterProducts or RowGrads may stand for a
+tensor. Taking p.grad_sample or p.grad_batch consumes it: the attribute becomes None, the memory is freed, and the same
 gradients cannot be used twice.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from dprs_kernels.native import DTYPES, MAX_DIMS
 from dprs_kernels.outer import Grad, OuterProducts
+from dprs_kernels.row_grads import RowGrads
 
 ATTRIBUTES = ("grad_sample", "grad_batch")
 MicroBatch = list[Grad]
@@ -114,7 +115,7 @@ def _attribute(name: str, param: torch.Tensor) -> tuple[str, Any]:
 
 def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBatch) -> None:
     for name, param, grad in zip(names, params, batch, strict=True):
-        if not isinstance(grad, (torch.Tensor, OuterProducts)):
+        if not isinstance(grad, (torch.Tensor, OuterProducts, RowGrads)):
             raise ValueError(f"{name}: per-sample gradients are {type(grad).__name__}; expected a tensor")
         if grad.dim() < 1 or grad.shape[1:] != param.shape:
             raise ValueError(
@@ -162,6 +163,6 @@ class UsedOnce:
 
 def version_of(grad: Grad) -> int:
     """Changes when torch writes to it; -1 where torch does not count."""
-    if isinstance(grad, OuterProducts):
+    if isinstance(grad, (OuterProducts, RowGrads)):
         return grad.version()
     return -1 if grad.is_inference() else grad._version

@@ -1,8 +1,8 @@
 """KeepMask: which coordinates take part. Public, data-independent, made before the backward pass.
 
-A drawn mask is a function of (seed, draw, drop_rate, shapes) in integer arithmetic: every platform, backend and
-rank makes the same bits, and sending one takes sending those numbers. Bits are packed 32 to a word, 1 = kept,
-each parameter starting a new word (layout.py).
+A drawn mask is a function of (seed, draw, drop_rate, shapes) in integer arithmetic, and of its structure where that
+is not "coordinate" (structure.py): every platform, backend and rank makes the same bits, and sending one takes sending
+those numbers. Bits are packed 32 to a word, 1 = kept, each parameter starting a new word (layout.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dprs_kernels import native, reference
 from dprs_kernels.capture import capturing
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.schedule import checked_rate
+from dprs_kernels.structure import STRUCTURES, Groups, RowSet, draw_rows, expanded, groups_of
 
 
 def mask_key(seed: int, draw: int) -> tuple[int, int, int, int]:
@@ -52,6 +53,8 @@ class KeepMask:
         self._count = count
         self._drop_rate = drop_rate
         self._recipe = recipe   # (seed, draw) of a drawn mask
+        self._groups: Groups | None = None                # of a mask drawn by rows
+        self._rows: list[RowSet | None] = []              # [P] of the same
         self._version = bits._version
         self._copies: dict[torch.device, torch.Tensor] = {}
         self._digest: str | None = None
@@ -61,14 +64,36 @@ class KeepMask:
         cls, params_or_shapes: Iterable[Any], *, drop_rate: float, seed: int, draw: int, structure: str = "coordinate"
     ) -> KeepMask:
         """Exactly floor(drop_rate * D) coordinates dropped, uniformly, from a public seed. From parameters on a GPU
-        the same bits are drawn there, and nothing but the key crosses the bus."""
-        if structure != "coordinate":
-            raise ValueError(f'structure: got {structure!r}; available: "coordinate"')
+        the same bits are drawn there, and nothing but the key crosses the bus.
+
+        structure="row": whole output rows drop, each with probability drop_rate, as many as structure.py says; give
+        (name, parameter) pairs, whose names tell modules apart.
+
+        >>> model = torch.nn.Linear(3, 4)
+        >>> rows = KeepMask.draw(model.named_parameters(), drop_rate=0.5, seed=0, draw=0, structure="row")
+        >>> rows.count, len(rows.kept_rows(0).kept)
+        (8, 2)
+        """
+        if structure not in STRUCTURES:
+            raise ValueError(f"structure: got {structure!r}; expected one of {', '.join(map(repr, STRUCTURES))}")
         items = list(params_or_shapes)
         layout = Layout.of(items)
+        if structure == "row":
+            return cls._by_rows(layout, groups_of(items), drop_rate, seed, draw)
         dropped = drop_count(drop_rate, layout.size)
         bits = _draw(layout, dropped, mask_key(seed, draw), _device_of(items))
         return cls(layout, bits, count=layout.size - dropped, drop_rate=float(drop_rate), recipe=(seed, draw))
+
+    @classmethod
+    def _by_rows(cls, layout: Layout, groups: Groups, drop_rate: float, seed: int, draw: int) -> KeepMask:
+        kept = draw_rows(layout, groups, checked_rate(drop_rate, "drop_rate"), mask_key(seed, draw))
+        bits = expanded(layout, kept)
+        count = int(np.unpackbits(bits.numpy().view(np.uint8)).sum(dtype=np.int64))
+        mask = cls(layout, bits, count=count, drop_rate=float(drop_rate), recipe=(seed, draw))
+        mask._groups = groups
+        sets = {id(part): RowSet(part.nonzero().reshape(-1), len(part)) for part in kept if part.dim() == 1}
+        mask._rows = [sets.get(id(part)) for part in kept]   # a group has one
+        return mask
 
     @classmethod
     def full(cls, params_or_shapes: Iterable[Any]) -> KeepMask:
@@ -118,8 +143,12 @@ class KeepMask:
 
     @property
     def structure(self) -> str:
-        """Which coordinates drop together: "coordinate" = each by itself (the paper's)."""
-        return "coordinate"
+        """Which coordinates drop together: "coordinate" = each by itself (the paper's), "row" = whole rows."""
+        return "coordinate" if self._groups is None else "row"
+
+    def kept_rows(self, index: int) -> RowSet | None:
+        """The rows of one parameter, where the mask was drawn by rows and it has some."""
+        return self._rows[index] if self._rows else None
 
     @property
     def layout(self) -> Layout:
@@ -190,11 +219,12 @@ class KeepMask:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._recipe is None:
             return KeepMask.from_dense, (self.dense(),)
-        return _drawn, (self._layout.shapes, self._drop_rate, *self._recipe)
+        return _drawn, (self._layout.shapes, self._drop_rate, *self._recipe, self._groups)
 
     def __repr__(self) -> str:
         origin = "" if self._recipe is None else f", seed={self._recipe[0]}, draw={self._recipe[1]}"
-        return f"KeepMask({self.count} of {self.size} kept, drop_rate={self.drop_rate:g}{origin})"
+        by = "" if self.structure == "coordinate" else f" by {self.structure}s"
+        return f"KeepMask({self.count} of {self.size} kept{by}, drop_rate={self.drop_rate:g}{origin})"
 
 
 def _draw(layout: Layout, dropped: int, key: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
@@ -214,5 +244,9 @@ def _device_of(items: Sequence[Any]) -> torch.device:
     return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
 
-def _drawn(shapes: tuple[tuple[int, ...], ...], drop_rate: float, seed: int, draw: int) -> KeepMask:
+def _drawn(
+    shapes: tuple[tuple[int, ...], ...], drop_rate: float, seed: int, draw: int, groups: Groups | None = None
+) -> KeepMask:
+    if groups is not None:
+        return KeepMask._by_rows(Layout.of(shapes), groups, drop_rate, seed, draw)
     return KeepMask.draw(shapes, drop_rate=drop_rate, seed=seed, draw=draw)

@@ -19,8 +19,10 @@ from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.outer import Grad, OuterProducts
 from dprs_kernels.plan import StepRecord as StepRecord  # for hooks
+from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum
+from dprs_kernels.structure import STRUCTURES
 
 STATE_KEY = "dprs_kernels"   # beside "state" and "param_groups" in a checkpoint; torch's loaders skip it
 SETTINGS = ("max_grad_norm", "noise_multiplier", "expected_batch_size", "loss_reduction", "clipping", "backend")
@@ -32,13 +34,17 @@ class MaskedStep:
     original_optimizer: Optimizer
     _step_supports_amp_scaling = True   # makes GradScaler hand over grad_scale, where it is refused
 
-    def _start(self, schedule: CustomRate | None, seed: int, noise: NoiseSource | None) -> None:
+    def _start(
+        self, schedule: CustomRate | None, seed: int, noise: NoiseSource | None, structure: str = "coordinate"
+    ) -> None:
+        if structure not in STRUCTURES:
+            raise ValueError(f"structure: got {structure!r}; expected one of {', '.join(map(repr, STRUCTURES))}")
         if schedule is not None and not isinstance(schedule, CustomRate):
             raise ValueError(
                 f"schedule: got {type(schedule).__name__}; expected GradualCooling, ConstantRate, CustomRate(function, "
                 "epochs), or None to keep everything"
             )
-        self.schedule, self.seed = schedule, seed
+        self.schedule, self.seed, self.structure = schedule, seed, structure
         self.noise = NoiseSource() if noise is None else noise
         self._total: PrivateSum | None = None   # open: samples were added and not released
         self._settings: dict[str, Any] = {}     # of the open sum
@@ -71,7 +77,12 @@ class MaskedStep:
             rate, draw = 0.0, 0
             if self.schedule is not None:
                 rate, draw = self.schedule(*self._at), self.schedule.draw_index(*self._at)
-            self._drawn = place, KeepMask.draw(params, drop_rate=rate, seed=self.seed, draw=draw)
+            named: list[Any] = params   # torch's names, or none: ours tell no modules apart
+            if not all("param_names" in group for group in self.original_optimizer.param_groups):
+                named = [param for _, param in params]
+            self._drawn = place, KeepMask.draw(
+                named, drop_rate=rate, seed=self.seed, draw=draw, structure=self.structure
+            )
         return self._drawn[1]
 
     def discard(self) -> None:
@@ -87,7 +98,7 @@ class MaskedStep:
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under "dprs_kernels" the epoch, the seed and the noise position: never a key,
         never a sum that has no noise yet."""
-        ours = {"version": 1, "epoch": self._at[0], "tick": self._at[1], "seed": self.seed}
+        ours = {"version": 1, "epoch": self._at[0], "tick": self._at[1], "seed": self.seed, "structure": self.structure}
         return {**self.original_optimizer.state_dict(), STATE_KEY: {**ours, "noise": self.noise.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,6 +108,9 @@ class MaskedStep:
         if ours is not None:
             if ours["seed"] != self.seed:
                 raise ValueError(f"seed: saved with {ours['seed']}, got {self.seed}; construct with the saved seed")
+            saved = ours.get("structure", "coordinate")   # not there before there were others
+            if saved != self.structure:
+                raise ValueError(f"structure: saved with {saved!r}, got {self.structure!r}; construct with the saved")
             if self.schedule is not None:
                 self.schedule(ours["epoch"], ours["tick"])
             self.noise.load_state_dict(ours["noise"])
@@ -218,4 +232,6 @@ def clear_samples(params: Sequence[torch.Tensor]) -> None:
 
 def _tensor(grad: Grad) -> torch.Tensor:
     """What identifies it."""
+    if isinstance(grad, RowGrads):
+        return grad.values
     return grad.e if isinstance(grad, OuterProducts) else grad

@@ -18,7 +18,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 3
+ABI = 4
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -31,7 +31,7 @@ class Grads(ctypes.Structure):
 
     _fields_ = [("params", _i64), ("samples", _i64), ("sizes", _ptr), ("data", _ptr), ("dtypes", _ptr),
                 ("row_strides", _ptr), ("dims", _ptr), ("shapes", _ptr), ("strides", _ptr),
-                ("right", _ptr)]   # fmt: skip
+                ("right", _ptr), ("held", _ptr), ("row_sizes", _ptr)]   # fmt: skip
 
 
 class Clip(ctypes.Structure):

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from dprs_kernels import inputs
-from dprs_kernels.grads.engine import Stream
+from dprs_kernels.grads.engine import Stream, kept_rows
 from dprs_kernels.grads.source import LossFn, Source
 from dprs_kernels.masked_step import SETTINGS, MaskedStep, StepRecord, clear_samples
 from dprs_kernels.noise import NoiseSource
@@ -36,7 +36,9 @@ class RSDPOptimizer(MaskedStep, Optimizer):
     max_grad_norm, noise_multiplier, expected_batch_size, loss_reduction, clipping, backend: of fused_rs_dp_step. They
         may be assigned between steps, not inside a logical batch.
     noise: a NoiseSource; None makes one with a fresh key.
-    schedule, seed: of the mask (set_epoch). None keeps everything: plain DP-SGD.
+    schedule, seed, structure: of the mask (set_epoch). None keeps everything: plain DP-SGD. structure="row" drops whole
+        output rows, whose gradients backward(per_sample(model), ...) does not even make; give the inner optimizer
+        model.named_parameters(), so that modules are known by their names.
     unused_params: a parameter without per-sample gradients, while others have them, is mostly a mistake: "error".
         "zero": it took no part in the loss; its gradient is 0, and its kept coordinates get noise like all others.
 
@@ -58,6 +60,7 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         noise: NoiseSource | None = None,
         schedule: CustomRate | None = None,
         seed: int = 0,
+        structure: str = "coordinate",
         loss_reduction: str = "sum",
         clipping: str = "flat",
         backend: str = "auto",
@@ -75,7 +78,7 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         self.max_grad_norm, self.noise_multiplier = max_grad_norm, noise_multiplier
         self.expected_batch_size, self.loss_reduction = expected_batch_size, loss_reduction
         self.clipping, self.backend = clipping, backend
-        self._start(schedule, seed, noise)
+        self._start(schedule, seed, noise, structure)
         self._stream: Stream | None = None
         self._hooks: list[Callable[[RSDPOptimizer, StepRecord], None]] = []
         self._optimizer_step_pre_hooks: Any = OrderedDict()
@@ -111,7 +114,8 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         if stream is None or stream.source is not source or max_physical_batch_size not in (None, stream.micro_batch):
             stream = self._stream = Stream(source, max_physical_batch_size=max_physical_batch_size)
         try:
-            for grads in stream(loss_fn, x, y):
+            rows = kept_rows(self.keep, [param for _, param in self._trainable()])
+            for grads in stream(loss_fn, x, y, rows=rows):
                 self.accumulate([grads[name] for name in names])
                 del grads   # before the next are made: memory for one micro-batch
         except BaseException:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dprs_kernels.row_grads import RowGrads
+
 
 @dataclass(frozen=True, eq=False)
 class OuterProducts:
@@ -66,4 +68,4 @@ class OuterProducts:
         return e.unsqueeze(2) * a.unsqueeze(1)
 
 
-Grad = torch.Tensor | OuterProducts   # [n, *shape]
+Grad = torch.Tensor | OuterProducts | RowGrads   # [n, *shape]

@@ -23,8 +23,10 @@ from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource, Stream
 from dprs_kernels.outer import OuterProducts
 from dprs_kernels.plan import StepPlan, StepRecord, make_plan
+from dprs_kernels.row_grads import RowGrads
 
 HALVES = (torch.float16, torch.bfloat16)
+NOT_TENSORS = (OuterProducts, RowGrads)
 
 
 @dataclass
@@ -189,13 +191,26 @@ class PrivateSum:
                     "by n, every sample's gradient moves when n changes by one, and no bound holds; make the gradients "
                     "of the sum of losses, with loss_reduction='sum'"
                 )
+        for batch in batches:
+            self._check_rows(batch)
         return batches, sources
 
+    def _check_rows(self, batch: inputs.MicroBatch) -> None:
+        """Gradients of some rows go with the mask that keeps just these: nothing else says what the others are."""
+        for p, grad in enumerate(batch):
+            if isinstance(grad, RowGrads):
+                rows = None if self.keep is None else self.keep.kept_rows(p)
+                if rows is None or (rows is not grad.rows and not torch.equal(rows.places, grad.rows.places)):
+                    raise ValueError(
+                        f"{self.names[p]}: gradients of {len(grad.rows.kept)} of {grad.rows.count} rows, made for "
+                        "another mask than keep; make them with the mask that the step has"
+                    )
+
     def _taken(self, batch: inputs.MicroBatch) -> inputs.MicroBatch:
-        """As the backend takes it: outer products are stored for one that does not make them itself."""
-        if getattr(self._backend, "MAKES_OUTER_PRODUCTS", False):
-            return batch
-        return [grad.dense() if isinstance(grad, OuterProducts) else grad for grad in batch]
+        """As the backend takes it: what it does not make or place itself is stored."""
+        taken: tuple[type, ...] = getattr(self._backend, "TAKES", ())
+        stored = tuple(kind for kind in NOT_TENSORS if kind not in taken)
+        return [grad.dense() if isinstance(grad, stored) else grad for grad in batch]
 
     def _close(self) -> Stream:
         """No second release, whatever happens next: the sum closes before noise is made."""

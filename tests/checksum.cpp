@@ -39,9 +39,10 @@ static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, doub
   std::vector<uint32_t> keep(padded / 32);
   for (auto& word : keep) word = static_cast<uint32_t>(next());
   const double bound = 1 - std::ldexp(1.0, -20), scale = std::ldexp(1.0, -36);
-  const std::vector<const void*> right(3, nullptr);   // nothing is an outer product
+  const std::vector<const void*> right(3, nullptr);    // nothing is an outer product,
+  const std::vector<const int64_t*> held(3, nullptr);  // and every row is there
   const dprs_grads grads = {3, n, sizes.data(), at.data(), dtypes.data(), sizes.data(), zeros.data(), zeros.data(),
-                            zeros.data(), right.data()};
+                            zeros.data(), right.data(), held.data(), zeros.data()};
   const dprs_clip clip = {1, segment.data(), &bound, &scale, std::ldexp(1.0, 61), gamma, 1.0};
   std::vector<int64_t> acc(padded, 0);
   std::vector<double> norms(n);

@@ -266,6 +266,6 @@ class TestEngine:
         assert kept == [{}, {}]   # their memory was written again
 
     def test_the_micro_batch_follows_from_the_size_of_a_row(self):
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 20
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 480
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 16
+        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 360
         assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1

@@ -2,7 +2,7 @@
 
 A backend is a module with the two verbs `accumulate_` and `release` of reference.py and a function
 `unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can). It may have a third verb,
-`step_`, both in one pass, and MAKES_OUTER_PRODUCTS = True if it takes OuterProducts beside tensors.
+`step_`, both in one pass, and TAKES, the kinds of gradients that it reads, where that is more than tensors.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ depend on the number of threads, the group size or the split into micro-batches.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,9 @@ from dprs_kernels import native
 from dprs_kernels.native import DTYPES, MAX_DIMS, int64s
 from dprs_kernels.outer import Grad, OuterProducts
 from dprs_kernels.plan import NORM_LIMIT, StepPlan
+from dprs_kernels.row_grads import RowGrads
 
-MAKES_OUTER_PRODUCTS = True
+TAKES = OuterProducts, RowGrads
 _group = 0   # samples per cache window; 0: csrc/tiles.h chooses
 
 
@@ -48,6 +50,8 @@ def accumulate_(
     dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
     stored: list[torch.Tensor] = []   # the gradients, or left factors
     right: list[torch.Tensor | None] = [None] * parts
+    held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
+    row_sizes = [0] * parts
     for p, grad in enumerate(grads):
         at = p * MAX_DIMS
         if isinstance(grad, OuterProducts):
@@ -55,6 +59,9 @@ def accumulate_(
             right[p], shapes[at], strides[at] = factor, factor.shape[1], factor.stride(0)
             stored.append(left)
             continue
+        if isinstance(grad, RowGrads):
+            held[p], row_sizes[p] = grad.rows.places, math.prod(grad.shape[2:])
+            grad = grad.values if _rows_contiguous(grad.values) else grad.values.contiguous()
         stored.append(grad)
         if not _rows_contiguous(grad):
             dims[p] = grad.dim() - 1
@@ -68,6 +75,8 @@ def accumulate_(
         int64s(shapes),
         int64s(strides),
         int64s([0 if factor is None else factor.data_ptr() for factor in right]),
+        int64s([0 if places is None else places.data_ptr() for places in held]),
+        int64s(row_sizes),
     ]
     batch = native.Grads(parts, samples, *_addresses(*tables))
     segment_of, bounds = int64s(plan.segment_of), native.float64s(plan.bounds)

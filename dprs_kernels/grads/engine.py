@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +20,17 @@ from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.outer import Grad
 from dprs_kernels.step import PrivateSum
+from dprs_kernels.structure import RowSet
 
-# Of per-sample gradients: about one and a half last-level caches. DP-CNN over plain SGD at 12, 20, 24 and 32 samples:
-# 1.12, 1.09, 1.08, 1.10 in time, and 35, 52, 65, 85 MiB. Less starves the matrix products of small layers.
-MICRO_BATCH_BYTES = 48 * 2**20
+# Of per-sample gradients: about one last-level cache. DP-CNN over plain SGD at its best, at 8, 12, 16, 20 and 32
+# samples: 1.46, 1.23, 1.08, 1.15, 1.20 in time. Less starves the matrix products of small layers; from 20 samples on
+# activations are larger than 2 MB, and the system hands out their pages anew for each of them.
+MICRO_BATCH_BYTES = 36 * 2**20
 ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 
 
 def micro_batch_size(params: Named) -> int:
-    """Samples whose gradients, if all were stored, take at most MICRO_BATCH_BYTES, in fours: 20 for DP-CNN, 480 for
+    """Samples whose gradients, if all were stored, take at most MICRO_BATCH_BYTES, in fours: 16 for DP-CNN, 360 for
     DP-CNN/S."""
     row = sum(param.numel() * param.element_size() for _, param in params)
     samples = max(MICRO_BATCH_BYTES // row, 1)
@@ -47,14 +50,21 @@ class Stream:
         self.source = source
         self.micro_batch = max_physical_batch_size or micro_batch_size(source.params)
         self._arena = Arena(self.micro_batch)
+        self._told = False
 
-    def __call__(self, loss_fn: LossFn, x: Any, y: Any) -> Iterator[Mapping[str, Grad]]:
+    def __call__(
+        self, loss_fn: LossFn, x: Any, y: Any, *, rows: Mapping[torch.Tensor, RowSet] | None = None
+    ) -> Iterator[Mapping[str, Grad]]:
         """name -> [n, *shape], valid until the next one is asked for, and emptied then: their memory is written again.
-        An empty batch is one empty micro-batch."""
+        An empty batch is one empty micro-batch. rows: of the parameters that a row mask keeps some rows of: a source
+        that can, makes no others."""
         n = check_batch(x, y)
+        self._arena.keep(rows or {})
+        if rows and not isinstance(self.source, StreamingSource):
+            self._say_whole()
         for start in range(0, max(n, 1), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            part = loss_fn, _rows(x, rows), _rows(y, rows)
+            some = slice(start, start + self.micro_batch)
+            part = loss_fn, _rows(x, some), _rows(y, some)
             self._arena.recycle()   # what lies there was folded
             source = self.source
             found: Mapping[str, Grad] = (
@@ -64,6 +74,15 @@ class Stream:
             del found
             yield grads
             grads.clear()   # a kept one says "no entry"; it would hold the next one's values
+
+    def _say_whole(self) -> None:
+        if not self._told:
+            warnings.warn(
+                f"structure: {type(self.source).__name__} makes whole gradients: a row mask is right with it and saves "
+                "no work before the sum; per_sample(model) leaves dropped rows out",
+                UserWarning, stacklevel=5,
+            )   # fmt: skip
+        self._told = True
 
 
 class StreamingEngine:
@@ -120,7 +139,7 @@ class StreamingEngine:
         """Adds samples to the sum, in micro-batches. An empty batch is an ordinary one. All or nothing: after an error
         the whole logical batch is given up, since a retry would count the samples before it twice."""
         try:
-            for grads in self._stream(loss_fn, x, y):
+            for grads in self._stream(loss_fn, x, y, rows=kept_rows(self._keep, [p for _, p in self.params])):
                 if self._sum is None:
                     self._sum = self._make()
                 self._sum.add(grads)
@@ -147,6 +166,12 @@ class StreamingEngine:
 
     def _make(self) -> PrivateSum:
         return PrivateSum(self.source.params, keep=self._keep, noise=self.noise, **self._settings)
+
+
+def kept_rows(keep: KeepMask | None, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, RowSet]:
+    """By parameter, where a mask of these parameters was drawn by rows."""
+    sets = {} if keep is None else {param: keep.kept_rows(p) for p, param in enumerate(params)}
+    return {param: rows for param, rows in sets.items() if rows is not None}
 
 
 def _rows(value: Any, rows: slice) -> Any:

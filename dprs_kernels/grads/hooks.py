@@ -323,4 +323,4 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _dense(grad: Grad) -> torch.Tensor:
-    return grad.dense() if isinstance(grad, OuterProducts) else grad
+    return grad if isinstance(grad, torch.Tensor) else grad.dense()

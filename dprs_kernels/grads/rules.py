@@ -1,7 +1,8 @@
 """How each kind of layer makes per-sample gradients from its input and the gradient of its output.
 
 A rule takes (module, inputs, e, memory) with e the gradient of the loss with respect to the module's output, batch
-first, and yields (parameter, G) with G [n, *shape]. Shapes: n samples, T positions per sample.
+first, and yields (parameter, G) with G [n, *shape]. Shapes: n samples, T positions per sample. Where memory.rows names
+the rows that a mask keeps, Linear, convolutions and Embedding make only these: RowGrads.
 
 Which way a layer goes (the cost rule; times on 2 hyperthreads with AVX2, benchmarks/README.md):
     Linear, T = 1       the factors e, a where they are folded at once: nothing is stored. 0.4 to 0.6 of writing G into
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from dprs_kernels import native
 from dprs_kernels.grads.arena import Fresh
 from dprs_kernels.outer import Grad, OuterProducts
+from dprs_kernels.row_grads import RowGrads
 
 Inputs = tuple[torch.Tensor, ...]
 Pair = tuple[torch.Tensor, Grad]
@@ -45,10 +47,15 @@ def linear(module: nn.Linear, inputs: Inputs, e: torch.Tensor, memory: Fresh) ->
     n = a.shape[0]
     a, e = a.reshape(n, -1, a.shape[-1]), e.reshape(n, -1, e.shape[-1])   # [n, T, in], [n, T, out]
     if (weight := wants(module, "weight")) is not None:
-        if a.shape[1] == 1 and memory.outer_products:
+        rows = memory.rows(weight)
+        if a.shape[1] == 1 and memory.outer_products:   # dropped rows are not made: nothing is, before it is read
             yield weight, OuterProducts(e.flatten(1), a.flatten(1))
-        else:
+        elif rows is None:
             yield weight, torch.bmm(e.transpose(1, 2), a, out=memory.empty(weight, n, e.dtype))
+        else:
+            some = e.index_select(2, rows.kept_on(e.device))
+            out = memory.empty(weight, n, e.dtype, len(rows.kept))
+            yield weight, RowGrads(torch.bmm(some.transpose(1, 2), a, out=out), rows)
     if (bias := wants(module, "bias")) is not None:
         yield bias, e.sum(1)
 
@@ -59,16 +66,25 @@ def conv(module: Any, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterato
     if x.dim() == dims + 1:
         raise ValueError(f"{type(module).__name__}: input of shape {list(x.shape)} has no batch dimension")
     n = x.shape[0]
+    weight = wants(module, "weight")
+    # Rows of a grouped convolution do not meet the same inputs: there all are made.
+    rows = None if weight is None or module.groups > 1 else memory.rows(weight)
+    whole = e
+    if rows is not None:
+        e = e.index_select(1, rows.kept_on(e.device))   # [n, kept output channels, *positions]
     if (bias := wants(module, "bias")) is not None:
-        yield bias, e.flatten(2).sum(2)
-    if (weight := wants(module, "weight")) is None:
+        together = rows is not None and memory.rows(bias) is rows
+        sums = (e if together else whole).flatten(2).sum(2)
+        yield bias, RowGrads(sums, rows) if rows is not None and together else sums
+    if weight is None:
         return
     padding = list(module.padding) if not isinstance(module.padding, str) else [0] * dims
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=mode), [0] * dims
-    if n == 0:
-        yield weight, x.new_zeros(0, *weight.shape)
+    if n == 0 or e.shape[1] == 0:
+        none = x.new_zeros(n, e.shape[1], *weight.shape[1:])
+        yield weight, none if rows is None else RowGrads(none, rows)
         return
     geometry = list(module.stride), padding, list(module.dilation)
     depthwise = tuple(weight.shape[1:]) == (1, 3, 3) and module.groups == module.out_channels
@@ -76,9 +92,11 @@ def conv(module: Any, inputs: Inputs, e: torch.Tensor, memory: Fresh) -> Iterato
         t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, e)
     )
     if ours:
-        yield weight, _conv_native(x, e, memory.empty(weight, n, e.dtype), *geometry, module.groups)
+        out = memory.empty(weight, n, e.dtype, e.shape[1])
+        grad = _conv_native(x, e, out, *geometry, module.groups)
     else:
-        yield weight, _conv_folded(x, e, weight.shape, *geometry, module.groups)
+        grad = _conv_folded(x, e, torch.Size((e.shape[1], *weight.shape[1:])), *geometry, module.groups)
+    yield weight, grad if rows is None else RowGrads(grad, rows)
 
 
 def _conv_native(
@@ -118,8 +136,16 @@ def embedding(module: nn.Embedding, inputs: Inputs, e: torch.Tensor, memory: Fre
     index, e = inputs[0].reshape(n, -1), e.reshape(n, -1, e.shape[-1])   # [n, T], [n, T, d]
     if module.padding_idx is not None:
         e = torch.where((index == module.padding_idx).unsqueeze(2), e.new_zeros(()), e)
-    grad = memory.empty(weight, n, e.dtype).zero_()
-    yield weight, grad.scatter_add_(1, index.unsqueeze(2).expand(e.shape), e)
+    rows = memory.rows(weight)
+    if rows is None:
+        grad = memory.empty(weight, n, e.dtype).zero_()
+        yield weight, grad.scatter_add_(1, index.unsqueeze(2).expand(e.shape), e)
+        return
+    count = len(rows.kept)   # what looked up a dropped row goes to one more, which is left out
+    places = rows.places.to(index.device)[index]
+    grad = memory.empty(weight, n, e.dtype, count + 1).zero_()
+    grad.scatter_add_(1, torch.where(places < 0, count, places).unsqueeze(2).expand(e.shape), e)
+    yield weight, RowGrads(grad[:, :count], rows)
 
 
 def _affine(module: nn.Module, e: torch.Tensor, normed: torch.Tensor, keep: int) -> Iterator[Pair]:
