@@ -181,7 +181,7 @@ def test_named_parameters_and_models():
         (lambda: KeepMask.draw([(3,)], drop_rate=0.5, seed=0, draw=2**64), "draw: got 18446744073709551616"),
         (lambda: KeepMask.draw([], drop_rate=0.5, seed=0, draw=0), "params: got 0 parameters"),
         (lambda: KeepMask.draw(["x"], drop_rate=0.5, seed=0, draw=0), "params: item 0 is str"),
-        (lambda: KeepMask.draw([(3,)], drop_rate=0.5, seed=0, draw=0, structure="row"), "structure: got 'row'"),
+        (lambda: KeepMask.draw([(3,)], drop_rate=0.5, seed=0, draw=0, structure="tile"), "structure: got 'tile'"),
         (lambda: KeepMask.from_dense([torch.ones(3)]), "dense: item 0 is torch.float32; expected a bool tensor"),
         (lambda: KeepMask.from_scores([torch.tensor([1.0, math.nan])], drop_rate=0.5), "scores: contain NaN"),
         (lambda: KeepMask.from_bits([(3,)], torch.zeros(2, dtype=torch.int32)), r"bits: got torch.int32 \[2\]"),

@@ -1,8 +1,8 @@
 """The tables that the Triton kernels read: where rows and outputs lie, which tile belongs to which parameter, and
 the public numbers of a step. Formats: kernels/vectors.py, norms.py, noise.py.
 
-Tile tables depend on shapes only and stay on the device. The others change with every step and travel in one
-small copy.
+Tile tables depend on shapes, and on the rows that a mask keeps (row_tiles.py), and stay on the device. The others
+change with every step and travel in one small copy.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def tiles_of(layout: Layout, params: tuple[int, ...], columns: int, device: torc
         for column in range(0, size, columns):
             rows.append((p, column // WORD, min(columns, size - column), (start + column) // WORD))
         ranges[p] = (first, len(rows))
-    table = _resident_ints([word for row in rows for word in row], device).view(-1, 4)
+    table = resident_ints([word for row in rows for word in row], device).view(-1, 4)
     return Tiles(table, len(rows), ranges)
 
 
 @lru_cache(maxsize=64)
 def segments_of(segment_of: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64 [params]."""
-    return _resident_ints(segment_of, device)
+    return resident_ints(segment_of, device)
 
 
 @lru_cache(maxsize=8)
 def device_key(key: bytes, device: torch.device) -> torch.Tensor:
     """int64 [4]: brought to the device once a key, so that steps send nothing secret and wait for nothing."""
-    return _resident_ints(np.frombuffer(key, dtype="<i8").tolist(), device)
+    return resident_ints(np.frombuffer(key, dtype="<i8").tolist(), device)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Rows:
     held: torch.Tensor
     stride: int       # between samples, in values
     aligned: bool     # 128-bit loads
+    kept: bytes | None = None   # int64 [k]: which rows of the parameter are held; None: all
 
 
 def rows_of(grad: torch.Tensor) -> Rows:
@@ -122,11 +123,13 @@ def upload(device: torch.device, *sections: Sequence[int]) -> list[torch.Tensor]
     return views
 
 
-def _resident_ints(words: Sequence[int], device: torch.device) -> torch.Tensor:
+def resident_ints(words: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """For tables that stay, for every stream: not from inside a capture, whose memory is filled only when the graph
     runs, and with a copy that is complete when it returns."""
     if capturing(device):
-        raise RuntimeError(f"take one ordinary step of the same shapes on {device} before capturing a CUDA graph")
+        raise RuntimeError(
+            f"take one ordinary step of the same shapes and mask on {device} before capturing a CUDA graph"
+        )
     host = torch.tensor(words, dtype=torch.int64)
     table = host.to(device, copy=True)
     host.zero_()   # it may have held a key

@@ -1,11 +1,14 @@
 """The Triton backend: launches the kernels of kernels/ on the tables of tables.py, as tuning.py chooses.
 
 Gradients stay where they lie: kernels get addresses and strides, never a copy of [N, D]; only rows that 128-bit loads
-cannot read (odd biases) are staged into an aligned scratch.
+cannot read (odd biases) are staged into an aligned scratch. Under a row mask norms and sums are launched on the kept
+rows alone, where the gradients are RowGrads whose rows are a multiple of 32 long (row_tiles.py says why, and what
+happens to others); the release always covers every coordinate, because the dropped ones get their zeros there.
 
 Contributions are integers: given the factors, sums are the same bits for every design, tile, split and schedule, and
 those of the reference and the CPU. Factors come from norms, whose last bits depend on the width of a tile: where
-nothing is clipped all agree bit for bit, elsewhere A and B are within 2^-21 of each other, each always the same.
+nothing is clipped all agree bit for bit, elsewhere A and B are within 2^-21 of each other, each always the same. So it
+is with RowGrads and the same rows inside whole gradients.
 
 Under CUDA-graph capture: noise key and step are read from device memory, where the step advances on the device at each
 replay (NoiseSource.claim); sums and counters are zeroed inside the graph; no kernel argument depends on the data,
@@ -23,11 +26,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from dprs_kernels.backends import launches, tables, tuning
+from dprs_kernels.backends import launches, row_tiles, tables, tuning
 from dprs_kernels.backends.tables import Rows, Tiles
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.plan import StepPlan
+from dprs_kernels.row_grads import RowGrads
 
+TAKES = (RowGrads,)
 STAGE_SHARE = 1 / 16   # unaligned rows up to this share of D are staged; more are read value by value
 LIMIT = 2**31          # of a grid and of the int32 counters
 _Kind = TypeVar("_Kind")
@@ -68,7 +73,7 @@ def unavailable(device: torch.device) -> str:
 
 
 def accumulate_(
-    total: torch.Tensor, grads: Sequence[torch.Tensor], bits: torch.Tensor | None, plan: StepPlan
+    total: torch.Tensor, grads: Sequence[torch.Tensor | RowGrads], bits: torch.Tensor | None, plan: StepPlan
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
     with on(total.device):
@@ -87,7 +92,7 @@ def release(
     kernels, device = _triton()[0], total.device
     with on(device):
         target = _Target.of(outs, plan, key, step, device)
-        for dtype, params in _grouped([out.dtype for out in outs], plan.layout).items():
+        for dtype, params in _grouped([out.dtype for out in outs], plan.layout.sizes).items():
             launch = launches.release(dtype, bits is not None, plan.grid != 0)
             tiles, keep = tables.tiles_of(plan.layout, params, launch.columns, device), _pointer(bits, total)
             tables.hold(device, tiles.table, keep)
@@ -99,16 +104,18 @@ def release(
 def step_(
     outs: Sequence[torch.Tensor],
     total: torch.Tensor,
-    grads: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | RowGrads],
     bits: torch.Tensor | None,
     plan: StepPlan,
     key: bytes | torch.Tensor,
     step: int,
 ) -> torch.Tensor:
-    """accumulate_ and release of a logical batch that is one micro-batch: one launch where design B serves."""
+    """accumulate_ and release of a logical batch that is one micro-batch: one launch where design B serves. Tiles of
+    kept rows cannot release, because nobody would write the others: there the release is a launch of its own."""
     with on(total.device):
         batch = _Batch.of(grads, plan)
-        if batch.one_pass is None or batch.samples == 0 or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
+        one_launch = batch.one_pass is not None and batch.samples > 0 and not batch.by_rows
+        if not one_launch or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
             norms = _accumulate(total, batch, bits, plan)
             release(outs, total, bits, plan, key, step)
             return norms
@@ -130,19 +137,24 @@ class _Batch:
     rows: list[Rows]                                              # [P]
     sets: dict[tuple[torch.dtype, bool], tuple[int, ...]]         # (dtype, aligned) -> parameters with values
     one_pass: tuning.Config | None                                # design B, where it serves
+    by_rows: bool                                                 # some tiles are of kept rows
 
     @staticmethod
-    def of(grads: Sequence[torch.Tensor], plan: StepPlan) -> _Batch:
-        layout, device = plan.layout, grads[0].device
-        rows = _staged([tables.rows_of(grad) for grad in grads], layout)
-        sets = _grouped([(row.held.dtype, row.aligned) for row in rows], layout)
+    def of(grads: Sequence[torch.Tensor | RowGrads], plan: StepPlan) -> _Batch:
+        samples, device = grads[0].shape[0], grads[0].device
+        rows = _staged([row_tiles.rows_of(grad) for grad in grads])
+        sizes = [row.held.shape[1] for row in rows]   # what is held is what is read, and what the L2 has to hold
+        sets = _grouped([(row.held.dtype, row.aligned) for row in rows], sizes)
         config = None
         if len(sets) == 1 and len(plan.bounds) == 1 and plan.small:
             (dtype, aligned), _ = next(iter(sets.items()))
-            chosen = tuning.config_for(layout.size, dtype.itemsize, device)
-            if aligned and dtype != torch.float64 and chosen.design == "B" and _tickets(grads, chosen, layout) < LIMIT:
+            chosen = tuning.config_for(sum(sizes), dtype.itemsize, device)
+            if aligned and dtype != torch.float64 and chosen.design == "B" and _tickets(samples, chosen, rows) < LIMIT:
                 config = chosen
-        return _Batch(grads[0].shape[0], device, rows, sets, config)
+        return _Batch(samples, device, rows, sets, config, any(row.kept is not None for row in rows))
+
+    def tiles(self, params: tuple[int, ...], columns: int, plan: StepPlan) -> Tiles:
+        return row_tiles.tiles_of(plan.layout, self.rows, params, columns, self.device, self.one_pass is not None)
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, pla
     if samples == 0:
         return norms.T
     sets = [
-        (launches.norms(kind[0], has_keep, kind[1]), tables.tiles_of(plan.layout, params, tuning.NORM_COLUMNS, device))
+        (launches.norms(kind[0], has_keep, kind[1]), batch.tiles(params, tuning.NORM_COLUMNS, plan))
         for kind, params in batch.sets.items()
     ]
     ranges, count = _segment_ranges(plan, [tiles for _, tiles in sets])
@@ -201,7 +213,7 @@ def _two_pass(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, pla
     )
     for (dtype, aligned), params in batch.sets.items():
         launch = launches.sums(dtype, mode, has_keep, aligned)
-        tiles = tables.tiles_of(plan.layout, params, launch.columns, device)
+        tiles = batch.tiles(params, launch.columns, plan)
         tables.hold(device, tiles.table)
         # Floats are added in one fixed order: no splits.
         split = 1 if mode == launches.FLOAT else tuning.splits(tiles.count, blocks, tuning.facts(device))
@@ -226,7 +238,7 @@ def _one_pass(
         return norms.T
     (((dtype, _), params),) = batch.sets.items()
     launch = launches.one_pass(dtype, config, bits is not None, None if target is None else target.dtype)
-    tiles, groups = tables.tiles_of(plan.layout, params, launch.columns, device), -(-samples // config.group)
+    tiles, groups = batch.tiles(params, launch.columns, plan), -(-samples // config.group)
     row_table, clip = tables.upload(device, tables.row_words(batch.rows), tables.clip_words(plan, samples))
     partials = torch.empty(tiles.count, samples, dtype=torch.float64, device=device)
     factors = torch.empty(groups * config.group, dtype=torch.float32, device=device)
@@ -242,30 +254,30 @@ def _one_pass(
     return norms.T
 
 
-def _staged(rows: list[Rows], layout: Layout) -> list[Rows]:
+def _staged(rows: list[Rows]) -> list[Rows]:
     """Unaligned rows of every dtype copied into one aligned scratch [N, width] each, if they are few."""
     kernels = _triton()[0]
-    odd = [p for p, row in enumerate(rows) if not row.aligned and layout.sizes[p]]
-    samples = rows[0].held.shape[0]
-    if not odd or not samples or sum(layout.sizes[p] for p in odd) > STAGE_SHARE * layout.size:
+    samples, sizes = rows[0].held.shape[0], [row.held.shape[1] for row in rows]
+    odd = [p for p, row in enumerate(rows) if not row.aligned and sizes[p]]
+    if not odd or not samples or sum(sizes[p] for p in odd) > STAGE_SHARE * sum(sizes):
         return rows
     rows = list(rows)
-    for dtype, params in _grouped([row.held.dtype for row in rows], layout).items():
+    for dtype, params in _grouped([row.held.dtype for row in rows], sizes).items():
         mine = [p for p in params if p in odd]
         if not mine:
             continue
-        part = Layout(tuple((layout.sizes[p],) for p in mine))
+        part = Layout(tuple((sizes[p],) for p in mine))
         device = rows[mine[0]].held.device
         scratch = torch.empty(samples, part.padded, dtype=dtype, device=device)
         words = [w for p, column in zip(mine, part.starts, strict=True)
-                 for w in (rows[p].held.data_ptr(), rows[p].stride, layout.sizes[p], column)]   # fmt: skip
+                 for w in (rows[p].held.data_ptr(), rows[p].stride, sizes[p], column)]   # fmt: skip
         held = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         kernels.stage._stage_rows_kernel[(len(mine) * -(-samples // 8),)](
             scratch.view(held), tables.upload_ints(words, device), samples, part.padded,
             ROWS=8, COLUMNS=WORD, HELD=launches.tl(held), num_warps=4, enable_fp_fusion=False,
         )   # fmt: skip
         for p, column in zip(mine, part.starts, strict=True):
-            rows[p] = Rows(scratch[:, column : column + layout.sizes[p]], part.padded, True)
+            rows[p] = Rows(scratch[:, column : column + sizes[p]], part.padded, True, rows[p].kept)
     return rows
 
 
@@ -283,16 +295,16 @@ def _segment_ranges(plan: StepPlan, sets: Sequence[Tiles]) -> tuple[list[int], i
     return ranges, count
 
 
-def _tickets(grads: Sequence[torch.Tensor], config: tuning.Config, layout: Layout) -> int:
-    """Of design B: 2 groups tiles. A tile belongs to one parameter, so a small one has a tile to itself."""
-    return 2 * -(-grads[0].shape[0] // config.group) * sum(-(-size // config.columns) for size in layout.sizes)
+def _tickets(samples: int, config: tuning.Config, rows: Sequence[Rows]) -> int:
+    """Of design B, at most: 2 groups tiles."""
+    return 2 * -(-samples // config.group) * row_tiles.most_tiles(rows, config.columns)
 
 
-def _grouped(kinds: Sequence[_Kind], layout: Layout) -> dict[_Kind, tuple[int, ...]]:
+def _grouped(kinds: Sequence[_Kind], sizes: Sequence[int]) -> dict[_Kind, tuple[int, ...]]:
     """Parameters with values, by the kind of each."""
     groups: dict[_Kind, tuple[int, ...]] = {}
     for p, kind in enumerate(kinds):
-        if layout.sizes[p]:
+        if sizes[p]:
             groups[kind] = (*groups.get(kind, ()), p)
     return groups
 

@@ -60,8 +60,8 @@ class Arena(Fresh):
         row, buffer = math.prod(shape), self._buffers.get(param)
         needed = max(samples, self.capacity) * row
         fits = buffer is not None and buffer.dtype == dtype and buffer.device == param.device
-        # Half empty, it is made anew: memory falls as the rows do. Between, new masks take the pages that are there.
-        if buffer is None or not fits or not samples * row <= buffer.numel() <= 2 * needed:
+        # A third empty, it is made anew: memory falls as the rows do. Until then new masks take the pages there are.
+        if buffer is None or not fits or not samples * row <= buffer.numel() <= 1.5 * needed:
             self._buffers.pop(param, None)   # freed before its successor is made
             buffer = self._buffers[param] = torch.empty(needed, dtype=dtype, device=param.device)
         return buffer[: samples * row].view(samples, *shape)

@@ -15,6 +15,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--suite", metavar="S", dest="suites", nargs="+", help="some of S1 to S6 (default: all)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of data, coins and noise (default: 0)")
     parser.add_argument("--size", metavar="NAME", help="full, small or tiny (default: full; tiny where interpreted)")
+    parser.add_argument("--structure", metavar="NAME", default="coordinate", help="of the masks: coordinate or row")
     parser.add_argument(
         "--attack", action="store_true",
         help="instead: the lattice and the precision attack on torch.normal, on the sum of four, and on this library",
@@ -22,7 +23,9 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-def run(*, backend: str, suites: list[str] | None, seed: int, size: str | None, attack: bool) -> int:
+def run(
+    *, backend: str, suites: list[str] | None, seed: int, size: str | None, structure: str, attack: bool
+) -> int:
     """Prints the report, or the table of attacks. 1 if a suite failed, else 0; ValueError for wrong arguments."""
     import torch
 
@@ -36,7 +39,7 @@ def run(*, backend: str, suites: list[str] | None, seed: int, size: str | None, 
         if attack:
             print(attack_table(backend=backend, seed=seed, size=size))
             return 0
-        report = audit(backend=backend, suites=suites, seed=seed, size=size)
+        report = audit(backend=backend, suites=suites, seed=seed, size=size, structure=structure)
     finally:
         torch.set_num_threads(threads)
     print(report)

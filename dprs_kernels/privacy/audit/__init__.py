@@ -36,6 +36,7 @@ from dprs_kernels.privacy.audit import (
 from dprs_kernels.privacy.audit.report import Finding, Report
 from dprs_kernels.privacy.audit.subject import SIZES, Step, StepError, Subject
 from dprs_kernels.step import fused_rs_dp_step
+from dprs_kernels.structure import STRUCTURES
 
 __all__ = ["SUITES", "Finding", "Report", "attack_table", "audit"]
 
@@ -64,6 +65,7 @@ def audit(
     suites: Sequence[str] | None = None,
     seed: int = 0,
     size: str | None = None,
+    structure: str = "coordinate",
 ) -> Report:
     """Runs the suites on a step function and reports what was tried, seen, allowed, and the verdict of each.
 
@@ -72,6 +74,7 @@ def audit(
     backend: handed to the step, and what S5 takes words from.
     suites: some of S1 .. S6, None for all. seed: of data, coins and noise: the same seed gives the same report.
     size: "full" (PRIVACY.md's figures), "small" (a tenth), "tiny"; None is full, or tiny in Triton's interpreter.
+    structure: of the masks ("row": whole rows drop, and are left out of the gradients).
 
     A sound step fails a statistical test with probability 1e-6 (levels.py). An exception of the step is a failure:
     whether one is raised must not depend on private data.
@@ -79,7 +82,7 @@ def audit(
     >>> audit(backend="reference", suites=["S4"], size="tiny").passed
     True
     """
-    subject = _subject(step, backend, seed, size)
+    subject = _subject(step, backend, seed, size, structure)
     findings: list[Finding] = []
     for suite in _suites(suites):
         try:
@@ -96,13 +99,15 @@ def attack_table(
     return attacks.compare(_subject(step, backend, seed, size))
 
 
-def _subject(step: Step, backend: str, seed: int, size: str | None) -> Subject:
+def _subject(step: Step, backend: str, seed: int, size: str | None, structure: str = "coordinate") -> Subject:
     if not callable(step):
         raise ValueError(f"step: got {type(step).__name__}; expected a function with fused_rs_dp_step's signature")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: got {seed!r}; expected an integer of at least 0")
     if size is not None and size not in SIZES:
         raise ValueError(f"size: got {size!r}; expected one of {', '.join(SIZES)}")
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure: got {structure!r}; expected one of {', '.join(map(repr, STRUCTURES))}")
     device, interpreted = torch.device("cpu"), False
     if backend == "triton":
         from dprs_kernels.backends import triton
@@ -111,7 +116,7 @@ def _subject(step: Step, backend: str, seed: int, size: str | None) -> Subject:
         if not interpreted and torch.cuda.is_available():
             device = torch.device("cuda")
     name = backends.resolve(backend, device).__name__.rpartition(".")[2]
-    return Subject(step, name, seed, SIZES[size or ("tiny" if interpreted else "full")], device)
+    return Subject(step, name, seed, SIZES[size or ("tiny" if interpreted else "full")], device, structure)
 
 
 def _suites(suites: Sequence[str] | None) -> list[str]:

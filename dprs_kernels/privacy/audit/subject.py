@@ -12,6 +12,8 @@ import torch
 
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
+from dprs_kernels.row_grads import RowGrads
+from dprs_kernels.structure import RowSet
 
 BATCH = 64   # expected_batch_size: not 1, so that a wrong divisor shows; a power of two, so that dividing is exact
 Step = Callable[..., None]
@@ -69,6 +71,7 @@ class Subject:
     seed: int
     size: Size
     device: torch.device
+    structure: str = "coordinate"   # of the masks
 
     def derived(self, purpose: str) -> int:
         """A 63-bit seed for one purpose."""
@@ -83,7 +86,8 @@ class Subject:
         return torch.Generator().manual_seed(self.derived(f"{purpose} data"))
 
     def mask(self, shapes: Shapes, purpose: str, drop_rate: float = 0.5) -> KeepMask:
-        return KeepMask.draw(shapes, drop_rate=drop_rate, seed=self.derived(f"{purpose} mask"), draw=0)
+        seed = self.derived(f"{purpose} mask")
+        return KeepMask.draw(shapes, drop_rate=drop_rate, seed=seed, draw=0, structure=self.structure)
 
     def released(
         self,
@@ -102,13 +106,16 @@ class Subject:
         """One step: what it released, times the batch size; NaN where it wrote nothing. float64 [D]
 
         batches: micro-batches of [n, *shape] per parameter. One is passed as `given` says (GIVEN), several as lists in
-        p.grad_sample, as accumulated backward passes leave them. dtype: of the parameters. held: see HELD.
+        p.grad_sample, as accumulated backward passes leave them. Under a row mask a list holds the kept rows only, as
+        sources that leave the others out make it. dtype: of the parameters. held: see HELD.
         """
         shapes = [tuple(grad.shape[1:]) for grad in batches[0]]
         params = [torch.nn.Parameter(torch.zeros(s, dtype=dtype, device=self.device)) for s in shapes]
         for param in params:
             param.grad = _held(param, held)
-        placed = [[grad.to(self.device) for grad in batch] for batch in batches]
+        placed: list[list[Any]] = [[grad.to(self.device) for grad in batch] for batch in batches]
+        if given == "list" and keep is not None:
+            placed = [[_kept_rows(grad, keep.kept_rows(p)) for p, grad in enumerate(batch)] for batch in placed]
         listed, handed = _handed(params, placed, given)
         try:
             self.step(
@@ -133,7 +140,11 @@ def _held(param: torch.Tensor, held: str) -> torch.Tensor | None:
     return torch.full_like(param, {"NaN": math.nan, "zeros": 0.0, "numbers": 3.0}[held])
 
 
-def _handed(params: list[torch.nn.Parameter], batches: list[list[torch.Tensor]], given: str) -> tuple[list[Any], Any]:
+def _kept_rows(grad: torch.Tensor, rows: RowSet | None) -> Any:
+    return grad if rows is None else RowGrads(grad.index_select(1, rows.kept_on(grad.device)), rows)
+
+
+def _handed(params: list[torch.nn.Parameter], batches: list[list[Any]], given: str) -> tuple[list[Any], Any]:
     """The arguments params and grad_samples."""
     assert given in GIVEN
     if len(batches) > 1 or given in ("grad_sample", "grad_batch"):
