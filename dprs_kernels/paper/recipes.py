@@ -25,6 +25,7 @@ from dprs_kernels.optimizer import RSDPOptimizer
 from dprs_kernels.paper.ranked import RankedOptimizer
 from dprs_kernels.privacy.sampling import PoissonBatchSampler, SecretBatchSampler, ShuffledPartitionNominal
 from dprs_kernels.schedule import ConstantRate, CustomRate, GradualCooling
+from dprs_kernels.structure import STRUCTURES
 
 ALGORITHMS = {
     1: "DP-SGD + random sparsification",
@@ -44,6 +45,7 @@ class Recipe:
 
     final_rate: drop rate of the last epoch under gradual cooling, of every epoch under "constant".
     max_grad_norm: C; Algorithm 2 does not use it. noise_multiplier: sigma; Algorithm 3 does not use it.
+    structure: which coordinates drop together (structure.py); Algorithm 4 ranks them one by one.
     seed: of the masks, public. Batches and noise are secret, unless a seed is given where they are made.
 
     >>> recipe = Recipe(algorithm=3, epochs=3, final_rate=0.5, lr=0.1, max_grad_norm=1.0, noise_multiplier=2.0,
@@ -63,6 +65,7 @@ class Recipe:
     final_rate: float = 0.0
     cooling: str = "gradual"
     refresh: int = 1
+    structure: str = "coordinate"
     optimizer: str = "sgd"
     momentum: float = 0.0
     sampler: str = "poisson"
@@ -72,9 +75,12 @@ class Recipe:
         if self.algorithm not in ALGORITHMS:
             listed = ", ".join(f"{number} ({name})" for number, name in ALGORITHMS.items())
             raise ValueError(f"algorithm: got {self.algorithm!r}; expected one of {listed}")
-        for name, choices in (("cooling", COOLING), ("optimizer", OPTIMIZERS), ("sampler", SAMPLERS)):
+        choices_of = {"cooling": COOLING, "optimizer": OPTIMIZERS, "sampler": SAMPLERS, "structure": STRUCTURES}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; expected {' or '.join(map(repr, choices))}")
+        if self.algorithm == 4 and self.structure != "coordinate":
+            raise ValueError(f"structure: got {self.structure!r} with algorithm 4, which ranks each coordinate")
         if not is_number(self.lr) or not 0 < self.lr < math.inf:
             raise ValueError(f"lr: got {self.lr!r}; expected a positive number, the learning rate")
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
@@ -124,7 +130,7 @@ class Recipe:
             max_grad_norm=math.inf if self.algorithm == 2 else self.max_grad_norm,
             noise_multiplier=0.0 if self.algorithm == 3 else self.noise_multiplier,
             expected_batch_size=self.expected_batch_size, noise=noise_for(seed_for_tests), schedule=self.schedule(),
-            seed=self.seed, loss_reduction="sum", backend=backend,
+            seed=self.seed, structure=self.structure, loss_reduction="sum", backend=backend,
         )   # fmt: skip
         if self.algorithm == 4:
             return RankedOptimizer(inner, ranking_noise=noise_for(seed_for_tests, RANKING_SEED), **settings)

@@ -28,7 +28,8 @@ RATES = (0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the paper's grid chooses from. batch: expected batch size B; clip: C; final_rate: 0 for the baseline.
+    """What the paper's grid chooses from. batch: expected batch size B; clip: C; final_rate: 0 for the baseline. And
+    what it does not: masks an epoch, and their structure.
 
     >>> Setting(epochs=48, lr=4.0, momentum=0.0, clip=1.0, final_rate=0.7, batch=2048).label
     'e48-lr4-m0-c1-r0.7-b2048'
@@ -40,12 +41,14 @@ class Setting:
     clip: float
     final_rate: float
     batch: int
+    refresh: int = 1
+    structure: str = "coordinate"
 
     @property
     def label(self) -> str:
-        return (
-            f"e{self.epochs}-lr{self.lr:g}-m{self.momentum:g}-c{self.clip:g}-r{self.final_rate:g}-b{self.batch}"
-        )   # fmt: skip
+        numbers = f"e{self.epochs}-lr{self.lr:g}-m{self.momentum:g}-c{self.clip:g}-r{self.final_rate:g}-b{self.batch}"
+        refreshed = "" if self.refresh == 1 else f"-k{self.refresh}"
+        return numbers + refreshed + ("" if self.structure == "coordinate" else f"-{self.structure}")
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class Record:
     clip: float
     final_rate: float
     batch: int
+    refresh: int
+    structure: str
     sampler: str
     accountant: str
     sigma: float

@@ -14,7 +14,7 @@ DETAILS = ("row", "batches", "method", "setting", "accuracy", "sigma", "epsilon 
 def shown(records: Iterable[Record], rows: Sequence[Row], *, markdown: bool = False) -> str:
     """A line for each row and kind of batches; "not run" where there is no result."""
     names = {row.name for row in rows}
-    tried = by_setting(record for record in records if record.row in names)
+    tried = by_setting(record for record in records if record.row in names and record.structure == "coordinate")
     lines: list[tuple[str, ...]] = []
     details: list[tuple[str, ...]] = []
     notes = _footnotes(tried)
@@ -31,10 +31,10 @@ def shown(records: Iterable[Record], rows: Sequence[Row], *, markdown: bool = Fa
                 for setting, found in settings.items():
                     label = setting.label + (" *" if setting == best else "")
                     details.append((row.name, sampler, method, label, *_detail(sampler, found)))
-            lines.append((row.name, sampler, *_published(row), *map(_cell, ours), _gain(*ours)))
-    tables = [_table(HEAD, lines, markdown)]
+            lines.append((row.name, sampler, *_published(row), *map(cell, ours), gain(*ours)))
+    tables = [table(HEAD, lines, markdown)]
     if details:
-        tables.append(_table(DETAILS, details, markdown))
+        tables.append(table(DETAILS, details, markdown))
     between = "\n\n" if markdown else "\n"
     return "\n\n".join([*tables, between.join(notes)])
 
@@ -69,13 +69,13 @@ def _published(row: Row) -> tuple[str, ...]:
     return (*means, f"{row.paper['rs'][0] - row.paper['baseline'][0]:+.1f}")
 
 
-def _cell(mean: Mean | None) -> str:
+def cell(mean: Mean | None) -> str:
     if mean is None:
         return "not run"
     return f"{mean.mean:.2f}" + (f" ± {mean.error:.2f}" if mean.error is not None else "") + f" ({mean.n})"
 
 
-def _gain(baseline: Mean | None, rs: Mean | None) -> str:
+def gain(baseline: Mean | None, rs: Mean | None) -> str:
     if baseline is None or rs is None:
         return "-"
     gain = f"{rs.mean - baseline.mean:+.2f}"
@@ -88,10 +88,10 @@ def _detail(sampler: str, found: Sequence[Record]) -> tuple[str, ...]:
     sigmas = "/".join(dict.fromkeys(f"{record.sigma:.3f}" for record in found))
     epsilon = f"{'' if sampler == 'poisson' else '~'}{max(record.epsilon for record in found):.3f}"
     minutes = sum(record.seconds for record in found) / len(found) / 60
-    return _cell(accuracy(found)), sigmas, epsilon, f"{minutes:.1f}"
+    return cell(accuracy(found)), sigmas, epsilon, f"{minutes:.1f}"
 
 
-def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]], markdown: bool) -> str:
+def table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]], markdown: bool) -> str:
     if markdown:
         cells = [tuple(cell.replace("*", "\\*") for cell in line) for line in lines]
         return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *cells))

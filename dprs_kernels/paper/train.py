@@ -102,8 +102,8 @@ class _Run:
         recipe_of = partial(
             Recipe, algorithm=config.algorithm, epochs=config.epochs, lr=config.lr, max_grad_norm=config.clip,
             expected_batch_size=config.batch, final_rate=config.final_rate, cooling=config.cooling,
-            refresh=config.refresh, optimizer=config.optimizer, momentum=config.momentum, sampler=config.sampler,
-            seed=config.seed,
+            refresh=config.refresh, structure=config.structure, optimizer=config.optimizer, momentum=config.momentum,
+            sampler=config.sampler, seed=config.seed,
         )   # fmt: skip
         recipe_of(noise_multiplier=1.0)   # wrong settings raise before data is read
         plots.check()
