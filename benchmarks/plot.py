@@ -118,6 +118,27 @@ def training_picture(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def rows_picture(rows: Sequence[Row]) -> Any:
+    """Time and memory against the drop rate."""
+    ours = sorted((row for row in rows if row.contender.startswith(f"{OURS}, rows")), key=lambda row: row.rate)
+    others = [row for row in rows if row.contender == OURS]
+    title = f"A private training step with masks of whole rows, {rows[0].case.removeprefix('rows, ')}"
+    figure, panels = _figure(2.6, title, rows, columns=2)
+    time, peak = panels[0]
+    time.plot([row.rate for row in ours], [row.x_sgd for row in ours], color=BLUE, marker="o", label="rows")
+    time.plot([row.rate for row in others], [row.x_sgd for row in others], color=ORANGE, marker="s", linestyle="",
+              label="coordinates")   # fmt: skip
+    time.axhline(1, color=BLACK, linewidth=0.8, linestyle=":", label="non-private SGD")
+    time.set(xlabel="share dropped, r", ylim=(0, None))
+    time.set_title("time over non-private SGD", loc="left")
+    time.legend(frameon=False, fontsize=7)
+    known = [row for row in ours if row.peak_mib is not None]
+    peak.plot([row.rate for row in known], [row.peak_mib for row in known], color=BLUE, marker="o")
+    peak.set(xlabel="share dropped, r", ylim=(0, None))
+    peak.set_title("peak memory of a step, MiB", loc="left")
+    return figure
+
+
 def step_picture(rows: Sequence[Row]) -> Any:
     raced = [row for row in rows if row.contender != LIMIT]
     cases = [case for case in dict.fromkeys(row.case for row in raced) if case.endswith("fp32-r0.5")]
@@ -237,6 +258,7 @@ def scaling_picture(rows: Sequence[Row]) -> Any:
 PICTURES: dict[str, Callable[[Sequence[Row]], Any]] = {
     "step": step_picture,
     "training_step": training_picture,
+    "rows": rows_picture,
     "mask": mask_picture,
     "noise": noise_picture,
     "scaling": scaling_picture,

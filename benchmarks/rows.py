@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 SCHEMA = 2
 DATA = Path(__file__).parent / "data"
-QUESTIONS = ("step", "training_step", "mask", "noise", "scaling")
+QUESTIONS = ("step", "training_step", "rows", "mask", "noise", "scaling")
 
 
 @dataclass

@@ -29,6 +29,7 @@ def markdown(folder: Path = DATA) -> str:
 TITLES = {
     "step": "The fused step, given the gradients: time over one read of them",
     "training_step": "Whole training steps: time over non-private SGD",
+    "rows": "Masks of whole rows: time of a training step over non-private SGD",
     "mask": "Drawing a mask, half of the coordinates dropped: milliseconds",
     "noise": "One normal, on one core: nanoseconds",
     "scaling": "Growth of the fused step",
@@ -74,6 +75,15 @@ def training_table(rows: Sequence[Row]) -> list[str]:
     cases = list(dict.fromkeys(row.case for row in raced))
     note = "Ours at the micro-batch that its engine chooses, the others at their best; (MiB): peak memory of a step."
     return [*matrix(raced, cases, cell, cases), "", note]
+
+
+def rows_table(rows: Sequence[Row]) -> list[str]:
+    raced = [row for row in rows if row.contender != LIMIT and row.role != "other"]
+    lines = []
+    for row in sorted(raced, key=lambda row: (row.contender != "non-private SGD", row.contender != OURS, row.rate)):
+        peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+        lines.append([row.contender, f"{row.rate:g}", f"{row.best_ms:.4g}", f"{row.x_sgd or 0.0:.2f} x", peak])
+    return grid(["", "r", "ms", "over SGD", "peak MiB"], lines)
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
@@ -164,6 +174,7 @@ def losses(rows: Sequence[Row]) -> str:
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "step": step_table,
     "training_step": training_table,
+    "rows": rows_table,
     "mask": mask_table,
     "noise": noise_table,
     "scaling": scaling_table,

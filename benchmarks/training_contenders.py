@@ -28,6 +28,7 @@ PEERS = (*OPACUS_MODES, FASTDP, FUNC, BACKPACK, FUNC_COMPILED)
 FULL_PEERS = (OPACUS_EXPANDED, FUNC_COMPILED)   # --full only; compiling takes half a minute a model
 MASKED = (OURS, BACKPACK, FUNC, FUNC_COMPILED)   # Opacus and fastDP have no masks: they do less
 RATE = 0.5
+ROWS = {f"{OURS}, rows, r = {rate:g}": rate for rate in (0.0, 0.25, 0.5, 0.75, 0.9)}   # of bench_rows.py
 LR = 0.01
 
 
@@ -44,8 +45,11 @@ class Settings:
         return list(zip(x.split(size), y.split(size), strict=True))
 
 
-def keep_mask(model: nn.Module) -> KeepMask:
-    return KeepMask.draw(list(model.parameters()), drop_rate=RATE, seed=SEED, draw=0)
+def mask_for(name: str, model: nn.Module) -> KeepMask:
+    """By coordinates, or for those in ROWS by rows at their rate."""
+    structure = "row" if name in ROWS else "coordinate"
+    rate = ROWS.get(name, RATE)
+    return KeepMask.draw(model.named_parameters(), drop_rate=rate, seed=SEED, draw=0, structure=structure)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -78,11 +82,11 @@ def default_micro(model: nn.Module) -> int:
     return engine_for(model, Settings(None, 1)).micro_batch
 
 
-def ours(model: nn.Module, settings: Settings) -> Step:
+def ours(model: nn.Module, settings: Settings, name: str = OURS) -> Step:
     """Our hooks, streamed; masked, clipped, ChaCha20 noise; SGD on p.grad."""
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=LR), nn.CrossEntropyLoss()
     engine = engine_for(model, settings)
-    engine.keep = KeepMask.draw(engine.params, drop_rate=RATE, seed=SEED, draw=0)
+    engine.keep = mask_for(name, model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         optimizer.zero_grad()
@@ -97,5 +101,7 @@ def build(name: str, model: nn.Module, settings: Settings) -> Step:
     """ImportError where an optional library is missing; what a library says where it cannot run the model."""
     import training_peers  # which needs what is above
 
+    if name in ROWS:
+        return ours(model, settings, name)
     makers = {PLAIN: plain, OURS: ours, **training_peers.MAKERS}
     return makers[name](model, settings)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from names import OURS
 from torch import nn
 from training_contenders import (
     BACKPACK,
@@ -24,7 +25,7 @@ from training_contenders import (
     Settings,
     Step,
     gradients,
-    keep_mask,
+    mask_for,
 )
 
 logging.getLogger("opacus").setLevel(logging.ERROR)
@@ -97,7 +98,7 @@ def backpack_paper(model: nn.Module, settings: Settings) -> Step:
     params: list[Any] = list(model.parameters())
     sizes = [p.numel() for p in params]
     optimizer, loss_fn = torch.optim.SGD(params, lr=LR), nn.CrossEntropyLoss(reduction="sum")
-    keep = torch.cat([part.reshape(-1) for part in keep_mask(model).dense()])
+    keep = torch.cat([part.reshape(-1) for part in mask_for(OURS, model).dense()])
     dropped = (~keep).nonzero().reshape(-1)
     dropped = dropped[torch.randperm(dropped.numel())]   # in the order of the permutation they are drawn by
 
@@ -135,7 +136,7 @@ def functional(model: nn.Module, settings: Settings, *, compiled: bool = False) 
     it. compiled: torch.compile of all that, for one size of micro-batch and for the rest of a batch."""
     params = dict(model.named_parameters())
     optimizer, loss_fn = torch.optim.SGD(params.values(), lr=LR), nn.CrossEntropyLoss()
-    keep = {name: part.float() for name, part in zip(params, keep_mask(model).dense(), strict=True)}
+    keep = {name: part.float() for name, part in zip(params, mask_for(OURS, model).dense(), strict=True)}
 
     def loss_of_one(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return loss_fn(torch.func.functional_call(model, weights, (x.unsqueeze(0),)), y.unsqueeze(0))

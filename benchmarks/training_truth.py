@@ -7,14 +7,18 @@ Contenders without a mask are held against the sum without keep, with a C of its
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
 from harness import flatten
+from names import OURS
 from racing import SIGMA
 from torch import nn
-from training_contenders import MASKED, Settings, build, default_micro, keep_mask
+from training_contenders import MASKED, ROWS, Settings, build, default_micro, mask_for
 from training_models import Model
+
+from dprs_kernels import KeepMask
 
 TOLERANCE = 1e-5   # of the truth's largest value, beyond what plain fp32 autograd is off; 4e-6 seen (torch's fp32 norm)
 SEAM = 3           # samples in the second micro-batch
@@ -32,14 +36,23 @@ class Truth:
         self.case = case
         self.micro = min(default_micro(case.build()), MOST)
         self.x, self.y = case.data(self.micro + SEAM)
-        self.keep = torch.cat([part.reshape(-1) for part in keep_mask(case.build()).dense()])   # [D] bool
-        self.grads = self._one_at_a_time(torch.float64)                                       # [n, D]
+        self.grads = self._one_at_a_time(torch.float64)     # [n, D]
+        self.honest = self._one_at_a_time(torch.float32)
+        self._take(mask_for(OURS, case.build()))
+
+    def under(self, keep: KeepMask) -> Truth:
+        """The same samples under another mask."""
+        other = copy.copy(self)
+        other._take(keep)
+        return other
+
+    def _take(self, keep: KeepMask) -> None:
+        self.keep = torch.cat([part.reshape(-1) for part in keep.dense()])   # [D] bool
         self.bounds = {
             masked: float(self._masked(self.grads, masked).norm(dim=1).median()) for masked in (False, True)
         }
-        honest = self._one_at_a_time(torch.float32)
         self.slack = {
-            masked: float((self.sum(masked, honest) - self.sum(masked)).abs().max()) for masked in (False, True)
+            masked: float((self.sum(masked, self.honest) - self.sum(masked)).abs().max()) for masked in (False, True)
         }
 
     def _one_at_a_time(self, dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +75,7 @@ class Truth:
 
     def wrong(self, name: str) -> str:
         """Why the contender is wrong, or ""; whatever it raises if it cannot run the model."""
-        masked, batch = name in MASKED, len(self.x)
+        masked, batch = name in MASKED or name in ROWS, len(self.x)
         truth = self.sum(masked)
         step = build(name, self.case.build(), Settings(self.micro, batch, self.bounds[masked], 0.0))
         out = flatten(step(self.x, self.y))

@@ -110,6 +110,23 @@ def test_rows_of_a_group_and_groups_are_independent():
         assert np.abs(found - expected).max() < 5.5 * math.sqrt(expected * (1 - expected) / draws)
 
 
+@pytest.mark.parametrize("structure", ["coordinate", "row"])
+def test_the_variance_of_what_is_kept(structure):
+    """paper/STRUCTURE.md: of rho^2 = |m o u|^2 / |u|^2 for a fixed u; its mean is 1 - r in both."""
+    rows_, length, rate, draws = 20, 8, 0.4, 4000
+    share = np.random.default_rng(0).exponential(size=(rows_, length)) ** 2
+    share /= share.sum()
+    kept = np.array([
+        (KeepMask.draw([(rows_, length)], drop_rate=rate, seed=1, draw=draw, structure=structure).for_param(0).numpy()
+         * share).sum() for draw in range(draws)
+    ])   # fmt: skip
+    parts = share.reshape(-1) if structure == "coordinate" else share.sum(1)
+    n = len(parts)
+    variance = rate * (1 - rate) * n / (n - 1) * (float((parts**2).sum()) - 1 / n)
+    assert abs(kept.mean() - (1 - rate)) < 5 * math.sqrt(variance / draws)
+    assert abs(kept.var() / variance - 1) < 5 * math.sqrt(2.5 / draws)
+
+
 def test_what_is_asked_for_above_1_minus_1_over_rows_keeps_one_row():
     for draw in range(50):
         assert int(rows([(3, 4)], 0.99, draw).for_param(0).all(1).sum()) == 1

@@ -10,7 +10,7 @@ into tiles. A dropped row has no tile: no program asks for it, sums it or counts
 the tiles of all rows: the verbs of a backend see bits, on the device, and reading rows out of them would wait for it.
 There a dropped row's programs look at its bits and request nothing.
 
-Tables of the last few masks stay on the device, those of older ones are freed (16 MiB of tiles is 2^19 of them).
+Tables of the last few masks stay on the device (32 bytes a tile, one to four tables a mask); older ones are freed.
 """
 
 from __future__ import annotations
