@@ -68,7 +68,8 @@ void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_c
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
   dprs::Barrier barrier;
   kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
-                        group * row > dprs::kCache, {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
+                        group * row > dprs::kCache, group * row <= threads * dprs::kOwnCache,
+                        {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
                        {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
 }
 void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads) {

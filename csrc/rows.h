@@ -62,6 +62,11 @@ template <class F> DPRS_INLINE void for_blocks(const Tile& tile, F f) {
     if (tile.blocks >> begin / kBlock & 1) f(begin, least(kBlock, tile.length - begin));
 }
 
+// Whether row_of answers with the gradient itself.
+inline bool in_place(const dprs_grads& g, const Tile& tile) {
+  return !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
+}
+
 // The values of `tile` for sample i: in place where a sample is contiguous, else gathered or made in `scratch`, there
 // in blocks that have a kept coordinate.
 template <class T>

@@ -176,19 +176,32 @@ DPRS_INLINE i32v round_to_int(f32v x) {   // half to even
 #endif
 }
 #endif
+// Halves of a register. By instructions: a copy of part of a variable's bytes would keep that variable in memory.
 template <class Half, class Full> DPRS_INLINE Half low(Full x) {
+#if defined(__AVX512F__)
+  return bitcast<Half>(_mm512_castsi512_si256(bitcast<__m512i>(x)));
+#elif defined(__AVX2__)
+  return bitcast<Half>(_mm256_castsi256_si128(bitcast<__m256i>(x)));
+#else
   Half h;
   std::memcpy(&h, &x, sizeof h);
   return h;
+#endif
 }
 template <class Half, class Full> DPRS_INLINE Half high(Full x) {
+#if defined(__AVX512F__)
+  return bitcast<Half>(_mm512_extracti64x4_epi64(bitcast<__m512i>(x), 1));
+#elif defined(__AVX2__)
+  return bitcast<Half>(_mm256_extracti128_si256(bitcast<__m256i>(x), 1));
+#else
   Half h;
   std::memcpy(&h, reinterpret_cast<const char*>(&x) + sizeof h, sizeof h);
   return h;
+#endif
 }
 
-// ---- loading per-sample gradient values; `m` (0 or ~0 per coordinate) selects, so that a dropped NaN or
-// ---- Inf becomes 0 and never meets an arithmetic instruction (sums.h selects later where that is the same).
+// ---- loading per-sample gradient values; `m` selects, so that a dropped NaN or Inf becomes 0 and never meets an
+// ---- arithmetic instruction (sums.h selects later where that is the same).
 DPRS_INLINE f32v load_f32(const float* p) { return load<f32v>(p); }
 DPRS_INLINE f32v load_f32(const bf16* p) { return bitcast<f32v>(widen(load<u16h>(p)) << 16); }
 DPRS_INLINE f32v load_f32(const fp16* p) {
@@ -207,18 +220,37 @@ DPRS_INLINE f32v load_f32(const fp16* p) {
   return bitcast<f32v>((tiny & small) | (~tiny & ordinary) | (h & 0x8000) << 16);
 #endif
 }
+struct Pair {   // an f32v's values as float64
+  f64v lo, hi;
+};
+
 // Keep bits come 32 coordinates (a word) at a time: kVectors vectors of kStep values.
 constexpr int kStep = 2 * kLanes;
 constexpr int kWord = 32;
 constexpr int kVectors = kWord / kStep;
 
-// The word's bits for vector v, as 0 or ~0 a value.
-DPRS_INLINE u32v keep_mask(uint32_t word, int v) {
+// The word's bits for vector v: which values of it are kept. AVX-512 has registers for that; elsewhere 0 or ~0 a value.
+#if defined(__AVX512F__)
+typedef __mmask16 Lanes;
+DPRS_INLINE Lanes keep_mask(uint32_t word, int v) { return static_cast<Lanes>(word >> v * kStep); }
+DPRS_INLINE u32v select(Lanes m, u32v x) { return bitcast<u32v>(_mm512_maskz_mov_epi32(m, bitcast<__m512i>(x))); }
+DPRS_INLINE Pair select(Lanes m, f64v lo, f64v hi) {
+  return {_mm512_maskz_mov_pd(static_cast<__mmask8>(m), lo), _mm512_maskz_mov_pd(static_cast<__mmask8>(m >> 8), hi)};
+}
+#else
+typedef u32v Lanes;
+DPRS_INLINE Lanes keep_mask(uint32_t word, int v) {
   u32v lane = {};
   for (int l = 0; l < kStep; ++l) lane[l] = 1u << l;   // a constant
   lane <<= v * kStep;
   return bitcast<u32v>(((u32v{} + word) & lane) == lane);
 }
+DPRS_INLINE u32v select(Lanes m, u32v x) { return x & m; }
+DPRS_INLINE Pair select(Lanes m, f64v lo, f64v hi) {   // sign extension turns 32 ones into 64
+  return {bitcast<f64v>(bitcast<i64v>(lo) & widen(low<i32h>(bitcast<i32v>(m)))),
+          bitcast<f64v>(bitcast<i64v>(hi) & widen(high<i32h>(bitcast<i32v>(m))))};
+}
+#endif
 
 // The word's bits from bit v on, as 0 or ~0 a float64.
 DPRS_INLINE u64v keep_mask_wide(uint32_t word, int v) {
@@ -228,45 +260,61 @@ DPRS_INLINE u64v keep_mask_wide(uint32_t word, int v) {
   return bitcast<u64v>(((u64v{} + word) & lane) == lane);
 }
 
-// The same as two vectors of float64.
-struct Pair {
-  f64v lo, hi;
-};
 DPRS_INLINE Pair widen(f32v x) { return {widen(low<f32h>(x)), widen(high<f32h>(x))}; }
 
-template <bool HasKeep, class T> DPRS_INLINE f32v load_kept(const T* p, u32v m) {
+template <bool HasKeep, class T> DPRS_INLINE f32v load_kept(const T* p, Lanes m) {
   const f32v x = load_f32(p);
-  return HasKeep ? bitcast<f32v>(bitcast<u32v>(x) & m) : x;
+  return HasKeep ? bitcast<f32v>(select(m, bitcast<u32v>(x))) : x;
 }
-template <bool HasKeep, class T> DPRS_INLINE Pair load_pair(const T* p, u32v m) {
+template <bool HasKeep, class T> DPRS_INLINE Pair load_pair(const T* p, Lanes m) {
   return widen(load_kept<HasKeep>(p, m));
 }
-template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, u32v m) {
-  Pair x = {load<f64v>(p), load<f64v>(p + kLanes)};
-  if (HasKeep) {   // sign extension turns 32 ones into 64
-    x.lo = bitcast<f64v>(bitcast<i64v>(x.lo) & widen(low<i32h>(m)));
-    x.hi = bitcast<f64v>(bitcast<i64v>(x.hi) & widen(high<i32h>(m)));
-  }
-  return x;
+template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, Lanes m) {
+  const Pair x = {load<f64v>(p), load<f64v>(p + kLanes)};
+  return HasKeep ? select(m, x.lo, x.hi) : x;
 }
 
-// Rows of a tile, kWord columns at a time: f(rows, offset in rows, column, keep word). A row may end at the end of its
-// allocation, so the last odd values are seen through a zero-padded copy.
-template <int Rows, class T, class F>
-DPRS_INLINE void for_words(const T* const* rows, const uint32_t* keep, int64_t begin, int64_t end, F f) {
-  int64_t c = begin;
+// Rows that will be wanted soon, in the columns of those at hand. Their number is a constant: a loop that counts them
+// costs more than a needless request.
+template <class T, int Count> struct Ahead {
+  const T* rows[Count + 1];   // one more: Count may be 0
+};
+
+// state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time; `next` comes
+// from memory meanwhile, as far as a core's second cache. A row may end at the end of its allocation, so the last odd
+// values are seen through a zero-padded copy.
+template <int Rows, class T, int Count, class State, class F>
+DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count>& next, const uint32_t* keep, int64_t begin,
+                             int64_t end, State state, F f) {
+  const int64_t whole = begin + (end - begin) / kWord * kWord;
   const T* own[Rows];   // a copy: the compiler then knows that what f stores leaves the addresses alone
+  const T* last[Rows];
+  T tails[Rows][kWord];
   for (int r = 0; r < Rows; ++r) own[r] = rows[r];
-  for (; c + kWord <= end; c += kWord) f(own, c, c, keep ? keep[c / kWord] : ~0u);
-  if (c < end) {
-    T tails[Rows][kWord] = {};
-    const T* p[Rows];
+  const Ahead<T, Count> ahead = next;
+  if (whole < end)   // before the loop: a call behind it would keep the state out of registers within it
     for (int r = 0; r < Rows; ++r) {
-      std::memcpy(tails[r], rows[r] + c, sizeof(T) * (end - c));
-      p[r] = tails[r];
+      std::memset(tails[r], 0, sizeof tails[r]);
+      std::memcpy(tails[r], rows[r] + whole, sizeof(T) * (end - whole));
+      last[r] = tails[r];
     }
-    f(p, 0, c, keep ? keep[c / kWord] : ~0u);
+  for (int64_t c = begin; c < whole; c += kWord) {
+    for (int r = 0; r < Count; ++r)
+      for (int at = 0; at < kWord; at += 64 / sizeof(T)) __builtin_prefetch(ahead.rows[r] + c + at, 0, 2);
+    state = f(state, own, c, c, keep ? keep[c / kWord] : ~0u);
   }
+  if (whole < end) state = f(state, last, 0, whole, keep ? keep[whole / kWord] : ~0u);
+  return state;
+}
+
+// The same without a state.
+template <int Rows, class T, int Count, class F>
+DPRS_INLINE void for_words(const T* const* rows, const Ahead<T, Count>& ahead, const uint32_t* keep, int64_t begin,
+                           int64_t end, F f) {
+  fold_words<Rows>(rows, ahead, keep, begin, end, 0, [&f](int, const T* const* p, int64_t at, int64_t c, uint32_t word) {
+    f(p, at, c, word);
+    return 0;
+  });
 }
 
 // a*b + c for the value type T: fp32 and narrower have exact products; fp64 rounds the product first,

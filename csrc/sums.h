@@ -23,10 +23,10 @@ enum class Sum { small, integer, real };   // int32 in registers; int64; float64
 DPRS_INLINE u64v round_to_int(f64v t) { return bitcast<u64v>(t + 6755399441055744.0) - 0x4338000000000000ull; }
 
 // fl(F g) as float64 values: rounded to fp32 first, unless the gradients are fp64.
-template <bool HasKeep, class T> DPRS_INLINE Pair scaled(const T* p, u32v m, float f) {
+template <bool HasKeep, class T> DPRS_INLINE Pair scaled(const T* p, Lanes m, float f) {
   return widen(load_kept<HasKeep>(p, m) * f);
 }
-template <bool HasKeep> DPRS_INLINE Pair scaled(const double* p, u32v m, double f) {
+template <bool HasKeep> DPRS_INLINE Pair scaled(const double* p, Lanes m, double f) {
   const Pair x = load_pair<HasKeep>(p, m);
   return {x.lo * f, x.hi * f};
 }
@@ -38,11 +38,11 @@ template <class T> struct FactorOf<T, Sum::real> { typedef double type; };
 
 // One vector of columns: rows[r][0, kStep) times f[r], added to acc[0, kStep).
 template <class T, bool HasKeep, Sum How, int Rows, class Factor>
-DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, u32v m, void* acc) {
+DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, Lanes m, void* acc) {
   if constexpr (How == Sum::small) {
     u32v bits = {};   // unsigned: what is dropped may overflow
     for (int r = 0; r < Rows; ++r) bits += bitcast<u32v>(round_to_int(load_f32(rows[r] + at) * f[r]));
-    const i32v k = bitcast<i32v>(HasKeep ? bits & m : bits);
+    const i32v k = bitcast<i32v>(HasKeep ? select(m, bits) : bits);
     int64_t* a = static_cast<int64_t*>(acc);
     store(a, load<i64v>(a) + widen(low<i32h>(k)));
     store(a + kLanes, load<i64v>(a + kLanes) + widen(high<i32h>(k)));
@@ -70,9 +70,9 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
 }
 
 // acc: 8 bytes a coordinate, padded to 32 coordinates like the keep bits.
-template <class T, bool HasKeep, Sum How, int Rows>
-inline void add_rows(const T* const* rows, const double* factors, const uint32_t* keep, uint32_t blocks, int64_t length,
-                     char* acc) {
+template <class T, bool HasKeep, Sum How, int Rows, int Count>
+inline void add_rows(const T* const* rows, const Ahead<T, Count>& ahead, const double* factors, const uint32_t* keep,
+                     uint32_t blocks, int64_t length, char* acc) {
   struct {
     typename FactorOf<T, How>::type f[Rows];
   } own;
@@ -85,7 +85,7 @@ inline void add_rows(const T* const* rows, const double* factors, const uint32_t
       end = least(end, length);
     }
     // Captured by value: the compiler then knows that storing sums leaves the factors alone.
-    for_words<Rows>(rows, HasKeep ? keep : nullptr, begin, end,
+    for_words<Rows>(rows, ahead, HasKeep ? keep : nullptr, begin, end,
                     [own, acc](const T* const* p, int64_t at, int64_t c, uint32_t word) {
       for (int v = 0; v < kVectors; ++v)
         add_columns<T, HasKeep, How, Rows>(p, at + v * kStep, own.f, keep_mask(word, v), acc + 8 * (c + v * kStep));
