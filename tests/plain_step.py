@@ -159,6 +159,7 @@ def planted(stages: Stages, name: str = "planted") -> Callable[..., None]:
     ) -> None:
         names, tensors = inputs.named_params(params)
         batches, sources = inputs.micro_batches(names, tensors, grad_samples)
+        batches = [[grad if isinstance(grad, torch.Tensor) else grad.dense() for grad in batch] for batch in batches]
         layout, stream = Layout.of(tensors), noise.claim()
         kept = KeepMask.full(tensors) if keep is None else keep
         dense = torch.cat([part.reshape(-1) for part in kept.dense()])

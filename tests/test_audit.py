@@ -7,6 +7,7 @@ import torch
 
 from dprs_kernels import fused_rs_dp_step
 from dprs_kernels.privacy.audit import SUITES, Finding, Report, audit
+from dprs_kernels.structure import STRUCTURES
 from tests.faults import FAULTS
 from tests.oracle import BACKENDS
 from tests.plain_step import CLEAN, planted
@@ -43,9 +44,24 @@ def test_every_suite_passes_in_full(backend):
     assert (report.step, report.backend, report.seed) == ("fused_rs_dp_step", backend, 0)
 
 
-def test_the_plain_torch_step_without_a_fault_passes():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_suite_passes_with_row_masks(backend):
+    report = audit(backend=backend, structure="row", size="small")
+    assert report.passed, str(report)
+    assert {finding.suite for finding in report.findings} == set(SUITES)
+
+
+@pytest.mark.parametrize("name", ["mask after clip", "noise with another mask", "NaN sample passes unclipped"])
+def test_faults_of_masks_are_caught_with_row_masks(name):
+    suite, stages = FAULTS[name]
+    report = audit(planted(stages, name), suites=[suite], size="tiny", structure="row")
+    assert report.failed == (suite,), str(report)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_plain_torch_step_without_a_fault_passes(structure):
     """So whatever a planted fault fails on is the fault."""
-    report = audit(planted(CLEAN), size="small")
+    report = audit(planted(CLEAN), size="small", structure=structure)
     assert report.passed, str(report)
 
 

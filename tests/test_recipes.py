@@ -85,10 +85,11 @@ def naive(recipe: Recipe, epochs: list[list[list[int]]]) -> torch.Tensor:
                         m[torch.argsort(z_before.abs())[: math.floor(d * rate)]] = 0
                 else:
                     drawn = KeepMask.draw(
-                        model.parameters(), drop_rate=rate, seed=recipe.seed, draw=e * recipe.refresh + period
-                    )
+                        model.named_parameters(), drop_rate=rate, seed=recipe.seed, draw=e * recipe.refresh + period,
+                        structure=recipe.structure,
+                    )   # fmt: skip
                     m = torch.cat([part.reshape(-1) for part in drawn.dense()]).double()
-                    assert int(m.sum()) == d - math.floor(d * rate)
+                    assert recipe.structure == "row" or int(m.sum()) == d - math.floor(d * rate)
             total = torch.zeros(d).double()
             for i in batch:
                 g = m * gradient(w, x[i], y[i])
@@ -143,7 +144,16 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("algorithm", [1, 2, 3, 4])
 def test_algorithm_is_the_papers_loop(algorithm: int, variant: str) -> None:
-    recipe = Recipe(algorithm=algorithm, seed=2, **{**BASE, **VARIANTS[variant]})
+    check_loop(Recipe(algorithm=algorithm, seed=2, **{**BASE, **VARIANTS[variant]}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("algorithm", [1, 2, 3])
+def test_with_row_masks_it_is_the_same_loop(algorithm: int, variant: str) -> None:
+    check_loop(Recipe(algorithm=algorithm, seed=2, structure="row", **{**BASE, **VARIANTS[variant]}))
+
+
+def check_loop(recipe: Recipe) -> None:
     weights, batches, _ = ours(recipe)
     assert sum(map(len, batches)) == EPOCHS * SIZE // BATCH
     truth = naive(recipe, batches)
@@ -155,7 +165,9 @@ def test_the_tolerance_tells_algorithms_apart() -> None:
     """Another algorithm, refresh or rate is seen: the comparison above can fail."""
     recipe = Recipe(algorithm=1, seed=2, **BASE)
     weights, batches, _ = ours(recipe)
-    for other in (dict(algorithm=2), dict(algorithm=3), dict(algorithm=4), dict(refresh=3), dict(final_rate=0.5)):
+    others = (dict(algorithm=2), dict(algorithm=3), dict(algorithm=4), dict(refresh=3), dict(final_rate=0.5),
+              dict(structure="row"))   # fmt: skip
+    for other in others:
         changed = naive(Recipe(**{**BASE, "algorithm": 1, "seed": 2, **other}), batches)
         assert (weights - changed).abs().max() > 100 * TOLERANCE
 
@@ -285,6 +297,8 @@ def test_samplers() -> None:
         (dict(cooling="sudden"), "cooling: got 'sudden'; expected 'gradual' or 'constant'"),
         (dict(optimizer="lbfgs"), "optimizer: got 'lbfgs'; expected 'sgd' or 'adam'"),
         (dict(sampler="uniform"), "sampler: got 'uniform'; expected 'poisson' or 'shuffled-nominal'"),
+        (dict(structure="tile"), "structure: got 'tile'; expected 'coordinate' or 'row'"),
+        (dict(structure="row", algorithm=4), "structure: got 'row' with algorithm 4, which ranks each coordinate"),
         (dict(lr=0.0), "lr: got 0.0; expected a positive number"),
         (dict(lr=math.nan), "lr: got nan; expected a positive number"),
         (dict(momentum=1.0), r"momentum: got 1.0; expected a number in \[0, 1\)"),

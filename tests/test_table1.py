@@ -108,9 +108,9 @@ def test_a_table_from_start_to_end(
     with open(tmp_path / "t.csv", newline="") as file:
         header, *lines = list(csv.reader(file))
     assert header == [
-        "date", "commit", "row", "method", "seed", "epochs", "lr", "momentum", "clip", "final_rate", "batch", "sampler",
-        "accountant", "sigma", "epsilon", "delta", "test_accuracy", "ended", "steps", "seconds", "threads", "version",
-        "torch", "opacus", "python",
+        "date", "commit", "row", "method", "seed", "epochs", "lr", "momentum", "clip", "final_rate", "batch", "refresh",
+        "structure", "sampler", "accountant", "sigma", "epsilon", "delta", "test_accuracy", "ended", "steps", "seconds",
+        "threads", "version", "torch", "opacus", "python",
     ]   # fmt: skip
     assert len(lines) == 2
     records = table1.read(tmp_path / "t.csv")

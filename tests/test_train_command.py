@@ -212,6 +212,13 @@ def test_a_failed_run_exits_1(
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
 
 
+def test_row_masks_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["--structure", "row", "--final-rate", "0.5", "--no-progress", "--out", str(tmp_path / "run")]
+    assert cli.main([*SHORT, *rows]) == 0
+    assert capsys.readouterr().err == ""
+    assert RunFolder.open(tmp_path / "run").config.structure == "row"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -223,6 +230,7 @@ def test_a_failed_run_exits_1(
         (["--batch", "5000"], "expected_batch_size: got 5000; expected at most 1437"),
         (["--lr", "nan"], "lr: got nan; expected a positive number"),
         (["--momentum", "2"], "momentum: got 2.0; expected a number in [0, 1)"),
+        (["--structure", "tile"], "structure: got 'tile'; expected 'coordinate' or 'row'"),
         (["--clip", "-1"], "clip: got -1.0; expected a positive, finite number"),
         (["--sigma", "-1"], "sigma: got -1.0; expected a finite number of at least 0"),
         (["--delta", "0"], "delta: got 0.0; expected a number in (0, 1)"),

@@ -26,3 +26,9 @@ def test_the_suite_passes(suite):
     report = audit(backend="triton", suites=[suite])
     assert report.passed, str(report)
     assert report.backend == "triton"
+
+
+@pytest.mark.parametrize("suite", ["S1", "S2", "S4"])   # S3, S5 and S6 look at noise, whatever the mask is
+def test_the_suite_passes_with_row_masks(suite):
+    report = audit(backend="triton", suites=[suite], structure="row")
+    assert report.passed, str(report)
