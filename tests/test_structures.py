@@ -9,7 +9,7 @@ from dprs_kernels import __main__ as cli
 from dprs_kernels.paper import structures, table1
 from dprs_kernels.paper.table1 import ROWS
 from tests.test_table1 import DIGITS, RECORD
-from tests.test_table1 import table as table   # a fixture
+from tests.test_table1 import table as table  # a fixture
 
 NAMES = ["none", "coordinate", "row"]
 
