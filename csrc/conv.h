@@ -6,7 +6,8 @@
 // laid out as [position][output channel] and the padded input as [position][input channel], a tile of 6 input
 // channels x 2 vectors of output channels takes 8 loads for 12 multiply-adds, for any stride, dilation and map
 // size, without horizontal sums; positions where the tap meets only padding are left out. Few input channels
-// (a first layer, depthwise): a tile's rows are taps instead.
+// (a first layer, depthwise): a tile's rows are taps instead. Few output channels (what a row mask leaves): the tile is
+// turned, its rows are output channels and its vectors input channels; the same products in the same order.
 //
 // Rounding: products are summed in fp32 in runs of at most 64 positions (48 if there are more), runs in fp32 as
 // long as run + number of runs <= 64, and those sums in float64: |error| <= 64 2^-24 sum |e x| for any map.
@@ -121,6 +122,7 @@ struct Filter {
   int64_t runs;              // summed in fp32
   int64_t band;              // lines that all taps visit before the next ones: they stay in L1
   bool narrow, fold;         // fold: more runs than that, float64 goes on
+  bool turned;
   int64_t chunk;             // weights per output channel that a thread holds at once
 
   explicit Filter(const dprs_conv& conv) : c(conv) {
@@ -145,7 +147,10 @@ struct Filter {
     runs = most(kRoundings - run_x * run_y, 1);
     band = run_y * most(least(kBand / (run_y * run_x), runs), 1);
     fold = round_up(c.outputs[0], band) / run_y * (round_up(c.outputs[1], run_x) / run_x) > runs;
-    chunk = narrow ? weights : least(inputs, kTileRows) * taps;
+    chunk = narrow ? weights : kTileRows * taps;
+    // Vectors of multiply-adds for one tap and position. Of equal ones those that come two at a time.
+    const int64_t upright = (outputs + kStep - 1) / kStep * inputs, turn = (inputs + kStep - 1) / kStep * outputs;
+    turned = !narrow && (turn < upright || (turn == upright && outputs <= kStep));
   }
 };
 
@@ -156,13 +161,15 @@ struct ConvScratch {
   float* e;           // [positions][kPanel]
   float* sums;        // [chunk][kPanel]
   double* total;      // the same, if fold
+  int64_t* rows;      // [kTileRows taps] row a of a turned tile, at a taps: a
   int64_t* offsets;   // [weights] floats from a position's first input to the one that weight (ci, r, s) meets
   Range* ys;          // [kh]
   Range* xs;          // [kw]
 
   explicit ConvScratch(const Filter& f) {
-    const int64_t floats[] = {f.padded, f.positions * kPanel, f.chunk * kPanel};
-    const int64_t words[] = {f.fold ? f.chunk * kPanel : 0, f.weights, 2 * f.c.kernel[0], 2 * f.c.kernel[1]};
+    const int64_t floats[] = {f.padded + kPanel, f.positions * kPanel, f.chunk * kPanel};   // vectors may reach over
+    const int64_t words[] = {f.fold ? f.chunk * kPanel : 0, f.weights, 2 * f.c.kernel[0], 2 * f.c.kernel[1],
+                             kTileRows * f.taps};
     int64_t bytes = 64;
     for (int64_t n : floats) bytes += round_up(4 * n, 64);
     for (int64_t n : words) bytes += round_up(8 * n, 64);
@@ -181,6 +188,8 @@ struct ConvScratch {
     offsets = static_cast<int64_t*>(take(8 * words[1]));
     ys = static_cast<Range*>(take(8 * words[2]));
     xs = static_cast<Range*>(take(8 * words[3]));
+    rows = static_cast<int64_t*>(take(8 * words[4]));
+    for (int64_t a = 0; a < kTileRows; ++a) rows[a * f.taps] = a;
     const dprs_conv& c = f.c;
     for (int64_t w = 0; w < f.weights; ++w) {
       const int64_t r = w % f.taps / c.kernel[1], s = w % c.kernel[1];
@@ -202,27 +211,30 @@ struct TileRows {
   float* sums;
   int64_t step;
 };
-struct Walk {   // the positions, and how far apart they are in e and in x
+struct Steps {   // from one position to the one below and to the next
+  int64_t line, next;
+};
+struct Walk {   // the positions, and how far apart they are in what is loaded as vectors and in what is broadcast
   Range y, x;
   int64_t run;   // lines y that are summed in registers
-  int64_t e_line, x_line, x_next;
+  Steps vectors, rows;
 };
 
-// sums[row][channel] = (add: +=) sum over the walk of x[position + offset(row)] e[position][channel]
+// sums[row][lane] = (add: +=) sum over the walk of from_row[position + offset(row)] from_vector[position][lane]
 template <int Rows, int Vectors>
-void conv_tile(const Walk& walk, const float* e, const float* x, const TileRows& rows, bool add) {
+void conv_tile(const Walk& walk, const float* from_vector, const float* from_row, const TileRows& rows, bool add) {
   const float* input[Rows];
-  for (int r = 0; r < Rows; ++r) input[r] = x + rows.offsets[r * rows.step];
-  const int64_t count = walk.x.end - walk.x.begin, x_next = walk.x_next;
+  for (int r = 0; r < Rows; ++r) input[r] = from_row + rows.offsets[r * rows.step];
+  const int64_t count = walk.x.end - walk.x.begin, next = walk.vectors.next, row_next = walk.rows.next;
   int64_t y = walk.y.begin;
   do {   // once even if there is no position: the sum is then 0
     f32v acc[Rows][Vectors];
     for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < Vectors; ++v) acc[r][v] = f32v{};   // GCC 12 clears the whole array with a slow `rep stos`
     for (const int64_t end = least(y + walk.run, walk.y.end); y < end; ++y) {
-      const float* p = e + y * walk.e_line + walk.x.begin * kPanel;
-      int64_t at = y * walk.x_line + walk.x.begin * x_next;
-      for (const float* last = p + count * kPanel; p != last; p += kPanel, at += x_next) {
+      const float* p = from_vector + y * walk.vectors.line + walk.x.begin * next;
+      int64_t at = y * walk.rows.line + walk.x.begin * row_next;
+      for (const float* last = p + count * next; p != last; p += next, at += row_next) {
         f32v value[Vectors];
         for (int v = 0; v < Vectors; ++v) value[v] = load<f32v>(p + v * kStep);
         for (int r = 0; r < Rows; ++r) {
@@ -250,13 +262,15 @@ DPRS_INLINE int64_t next_rows(int64_t rest) {
   return rest <= kTileRows ? rest : rest < kTileRows + 4 ? 4 : kTileRows;
 }
 
-// The weights of `width` input channels from `first` on, for one panel of output channels: own.sums.
-inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t first, int64_t width, int vectors) {
+// own.sums of a tile's rows and lanes. Upright: `width` input channels from `row` on, lanes are the panel's output
+// channels. Turned: `width` output channels of the panel from `row` on, lanes are input channels from `lane` on.
+inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t row, int64_t width, int64_t lane, int vectors) {
   const dprs_conv& c = f.c;
   const ConvTile* tiles = kConvTiles[vectors - 1];
-  Walk walk = {{}, {}, f.run_y, c.outputs[1] * kPanel, c.stride[0] * f.line, c.stride[1] * f.pixel};
+  const Steps of_e = {c.outputs[1] * kPanel, kPanel}, of_x = {c.stride[0] * f.line, c.stride[1] * f.pixel};
+  Walk walk = {{}, {}, f.run_y, f.turned ? of_x : of_e, f.turned ? of_e : of_x};
   const int64_t count = width * f.taps;
-  const float* x = own.x + first;
+  const float* x = own.x + (f.turned ? lane : row);
   int64_t runs = 0;
   bool folded = false;
   auto fold = [&] {
@@ -281,7 +295,9 @@ inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t first, i
           for (int64_t s = 0; s < c.kernel[1]; ++s, ++tap) {
             walk.x = {most(all_x.begin, own.xs[s].begin), least(all_x.end, own.xs[s].end)};
             if (walk.x.end < walk.x.begin) walk.x.end = walk.x.begin;
-            tiles[width - 1](walk, own.e, x, {own.offsets + tap, own.sums + tap * kPanel, f.taps}, runs > 0);
+            float* sums = own.sums + tap * kPanel;
+            if (f.turned) tiles[width - 1](walk, x + own.offsets[tap], own.e + row, {own.rows, sums, f.taps}, runs > 0);
+            else tiles[width - 1](walk, own.e, x, {own.offsets + tap, sums, f.taps}, runs > 0);
           }
         }
       }
@@ -293,21 +309,42 @@ inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t first, i
   }
 }
 
+// The sums of one panel, own.e, to out [channels][inputs][taps].
+template <bool Add>
+void conv_upright(const Filter& f, const ConvScratch& own, int64_t channels, float* out) {
+  for (int64_t first = 0, width; first < f.inputs; first += width) {
+    width = f.narrow ? f.inputs : next_rows(f.inputs - first);
+    float* to = out + first * f.taps;
+    for (int64_t k = 0; k < channels; ++k)   // arriving while the sums are made
+      for (int64_t w = 0; w < width * f.taps; w += 16) __builtin_prefetch(to + k * f.weights + w, 1);
+    conv_chunk(f, own, first, width, 0, channels > kStep ? 2 : 1);
+    transpose<Add>(own.sums, kPanel, width * f.taps, channels, to, f.weights);
+  }
+}
+
+template <bool Add>
+void conv_turned(const Filter& f, const ConvScratch& own, int64_t channels, float* out) {
+  for (int64_t first = 0; first < f.inputs; first += kPanel) {
+    const int64_t lanes = least(kPanel, f.inputs - first);
+    for (int64_t k = 0, width; k < channels; k += width) {
+      width = next_rows(channels - k);
+      conv_chunk(f, own, k, width, first, lanes > kStep ? 2 : 1);
+      for (int64_t r = 0; r < width; ++r)   // [taps][lanes] to [lanes][taps]
+        transpose<Add>(own.sums + r * f.taps * kPanel, kPanel, f.taps, lanes,
+                       out + (k + r) * f.weights + first * f.taps, f.taps);
+    }
+  }
+}
+
 inline void conv_panel(const Conv& a, const Filter& f, const ConvScratch& own, int64_t sample, int64_t group,
                        int64_t panel) {
   const int64_t channels = least(kPanel, f.outputs - panel * kPanel);
   const int64_t channel = group * f.outputs + panel * kPanel;
   const float* e = a.e + (sample * f.c.channels[1] + channel) * f.positions;
   transpose<false>(e, f.positions, channels, f.positions, own.e, kPanel);
-  for (int64_t first = 0, width; first < f.inputs; first += width) {
-    width = f.narrow ? f.inputs : next_rows(f.inputs - first);
-    float* to = a.out + sample * a.row_stride + channel * f.weights + first * f.taps;
-    for (int64_t k = 0; k < channels; ++k)   // arriving while the sums are made
-      for (int64_t w = 0; w < width * f.taps; w += 16) __builtin_prefetch(to + k * f.weights + w, 1);
-    conv_chunk(f, own, first, width, channels > kStep ? 2 : 1);
-    if (a.accumulate) transpose<true>(own.sums, kPanel, width * f.taps, channels, to, f.weights);
-    else transpose<false>(own.sums, kPanel, width * f.taps, channels, to, f.weights);
-  }
+  float* out = a.out + sample * a.row_stride + channel * f.weights;
+  if (f.turned) (a.accumulate ? conv_turned<true> : conv_turned<false>)(f, own, channels, out);
+  else (a.accumulate ? conv_upright<true> : conv_upright<false>)(f, own, channels, out);
 }
 
 // One sample's input of one group, [ci][h][w], to own.x.

@@ -138,6 +138,20 @@ def test_a_sample_does_not_depend_on_its_companions(level):
     assert torch.equal(together[4:5], alone)
 
 
+@pytest.mark.parametrize("some", [1, 3, 6, 7, 13, 16, 40])   # turned and upright tiles (conv.h)
+@pytest.mark.parametrize(("inputs", "size"), [(5, (9, 9)), (32, (16, 16)), (40, (70, 3))])
+def test_an_output_channel_does_not_depend_on_which_others_are_made(some, inputs, size, level):
+    """Row masks leave channels out, and promise the bits of the whole."""
+    g = geometry((3, 3), padding=(1, 1))
+    x, e, _, whole = random_case(2, inputs, 64, size, g)
+    native.conv_weight_grads(x, e, whole, **g)
+    chosen = torch.randperm(64, generator=torch.Generator().manual_seed(some))[:some]
+    for add in (False, True):
+        part = torch.zeros(2, some, *whole.shape[2:])
+        native.conv_weight_grads(x, e[:, chosen].contiguous(), part, **g, accumulate=add)
+        assert torch.equal(part, whole[:, chosen])
+
+
 def test_accumulate_adds_once(level):
     g = geometry((3, 2), padding=(1, 0))
     x, e, arena, view = random_case(3, 5, 18, (7, 6), g)
