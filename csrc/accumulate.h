@@ -47,7 +47,7 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(int64_t count, F f) {
 // no room there for another: DP-CNN gained 0.1 of a read in some runs and lost as much in others.
 // Of this tile, rows [i + From, i + Until) of group k + 1; where there are none, the rows at hand.
 template <int From, int Until, class T>
-Ahead<T, Until - From> next_rows(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
+Ahead<T, Until - From> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
   const int64_t first = first_of(a, k + 1) + i;
   const bool wanted = in_place(a.grads, tile) && first + Until <= a.grads.samples;
   Ahead<T, Until - From> ahead;
@@ -73,7 +73,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
     const auto add = [&](const auto& next) {
       add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
     };
-    if (a.ahead) add(next_rows<Rows / 2, Rows>(a, tile, k, i, rows));
+    if (a.ahead) add(rows_ahead<Rows / 2, Rows>(a, tile, k, i, rows));
     else add(Ahead<T, 0>());
   });
 }
@@ -99,7 +99,7 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
     const auto norms = [&](const auto& next) {
       square_norms<HasKeep, Rows>(rows, next, keep, tile.blocks, tile.length, scale, out);
     };
-    if (a.ahead) norms(next_rows<0, Rows / 2>(a, tile, k, i, rows));
+    if (a.ahead) norms(rows_ahead<0, Rows / 2>(a, tile, k, i, rows));
     else norms(Ahead<T, 0>());
   });
 }

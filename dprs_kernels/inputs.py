@@ -146,18 +146,18 @@ class UsedOnce:
     that one buffer may be filled again by torch operations."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[Grad], int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def add(self, names: Sequence[str], batch: MicroBatch) -> None:
         fresh = {}
         for name, grad in zip(names, batch, strict=True):
-            version = version_of(grad)
-            seen, at = self._seen.get(id(grad), (None, -2))
-            if seen is not None and seen() is grad and at == version and grad.shape[0] > 0:
+            tensor, version = tensor_of(grad), version_of(grad)
+            seen, at = self._seen.get(id(tensor), (None, -2))
+            if seen is not None and seen() is tensor and at == version and grad.shape[0] > 0:
                 raise ValueError(
                     f"{name}: these per-sample gradients were already added to this sum; every sample may enter once"
                 )
-            fresh[id(grad)] = (weakref.ref(grad), version)
+            fresh[id(tensor)] = (weakref.ref(tensor), version)
         self._seen.update(fresh)
 
 
@@ -166,3 +166,11 @@ def version_of(grad: Grad) -> int:
     if isinstance(grad, (OuterProducts, RowGrads)):
         return grad.version()
     return -1 if grad.is_inference() else grad._version
+
+
+def tensor_of(grad: Grad) -> torch.Tensor:
+    """What identifies it."""
+    if isinstance(grad, RowGrads):
+        return grad.values
+    return grad.e if isinstance(grad, OuterProducts) else grad
+

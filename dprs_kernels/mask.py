@@ -1,7 +1,8 @@
 """KeepMask: which coordinates take part. Public, data-independent, made before the backward pass.
 
 A drawn mask is a function of (seed, draw, drop_rate, shapes) in integer arithmetic, and of its structure where that
-is not "coordinate" (structure.py): every platform, backend and rank makes the same bits, and sending one takes sending
+is not "coordinate" (structure.py; a row mask also depends on how parameters form groups, hence on their names, and its
+counts on one product in float64): every platform, backend and rank makes the same bits, and sending one takes sending
 those numbers. Bits are packed 32 to a word, 1 = kept, each parameter starting a new word (layout.py).
 """
 
@@ -64,7 +65,7 @@ class KeepMask:
         cls, params_or_shapes: Iterable[Any], *, drop_rate: float, seed: int, draw: int, structure: str = "coordinate"
     ) -> KeepMask:
         """Exactly floor(drop_rate * D) coordinates dropped, uniformly, from a public seed. From parameters on a GPU
-        the same bits are drawn there, and nothing but the key crosses the bus.
+        the same bits are drawn there, and nothing but the key crosses the bus (masks of rows are made on the CPU).
 
         structure="row": whole output rows drop, each with probability drop_rate, as many as structure.py says; give
         (name, parameter) pairs, whose names tell modules apart.
@@ -79,17 +80,20 @@ class KeepMask:
         items = list(params_or_shapes)
         layout = Layout.of(items)
         if structure == "row":
-            return cls._by_rows(layout, groups_of(items), drop_rate, seed, draw)
+            return cls._by_rows(layout, groups_of(items), drop_rate, seed, draw, _device_of(items))
         dropped = drop_count(drop_rate, layout.size)
         bits = _draw(layout, dropped, mask_key(seed, draw), _device_of(items))
         return cls(layout, bits, count=layout.size - dropped, drop_rate=float(drop_rate), recipe=(seed, draw))
 
     @classmethod
-    def _by_rows(cls, layout: Layout, groups: Groups, drop_rate: float, seed: int, draw: int) -> KeepMask:
+    def _by_rows(
+        cls, layout: Layout, groups: Groups, drop_rate: float, seed: int, draw: int,
+        device: torch.device | None = None,
+    ) -> KeepMask:   # fmt: skip
         kept = draw_rows(layout, groups, checked_rate(drop_rate, "drop_rate"), mask_key(seed, draw))
         bits = expanded(layout, kept)
         count = int(np.unpackbits(bits.numpy().view(np.uint8)).sum(dtype=np.int64))
-        mask = cls(layout, bits, count=count, drop_rate=float(drop_rate), recipe=(seed, draw))
+        mask = cls(layout, bits.to(device), count=count, drop_rate=float(drop_rate), recipe=(seed, draw))
         mask._groups = groups
         sets = {id(part): RowSet(part.nonzero().reshape(-1), len(part)) for part in kept if part.dim() == 1}
         mask._rows = [sets.get(id(part)) for part in kept]   # a group has one
@@ -186,8 +190,9 @@ class KeepMask:
         return self._copies[device]
 
     def unchanged(self) -> bool:
-        """False if somebody wrote to `bits` in place: the mask is then not the one that was drawn."""
-        return self._bits._version == self._version
+        """False if somebody wrote to `bits`, or to kept rows, in place: the mask is then not the one that was drawn."""
+        written = any(rows is not None and rows.kept._version for rows in self._rows)
+        return self._bits._version == self._version and not written
 
     def dense(self) -> list[torch.Tensor]:
         """Bool tensors, one per parameter, in its shape."""

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dprs_kernels import inputs
-from dprs_kernels.inputs import version_of
+from dprs_kernels.inputs import tensor_of, version_of
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
-from dprs_kernels.outer import Grad, OuterProducts
+from dprs_kernels.outer import Grad
 from dprs_kernels.plan import StepRecord as StepRecord  # for hooks
-from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.schedule import CustomRate
 from dprs_kernels.step import PrivateSum
 from dprs_kernels.structure import STRUCTURES
@@ -141,12 +140,13 @@ class MaskedStep:
         fresh: set[int] = set()
         for batch in batches:
             for name, grad in zip(total.names, batch, strict=True):
-                if grad.shape[0] and (id(grad) in fresh or self._used.get(_tensor(grad)) == version_of(grad)):
+                tensor = tensor_of(grad)
+                if grad.shape[0] and (id(tensor) in fresh or self._used.get(tensor) == version_of(grad)):
                     raise ValueError(
                         f"{name}: these per-sample gradients were already used by an earlier step or accumulate; run "
                         "forward and backward again first"
                     )
-            fresh.update(id(grad) for grad in batch)
+            fresh.update(id(tensor_of(grad)) for grad in batch)
         return [list(parts) for parts in zip(*batches, strict=True)]
 
     def _add(self, total: PrivateSum, grads: list[list[Grad]]) -> None:
@@ -179,7 +179,7 @@ class MaskedStep:
         """Where something fails past the checks the batch is lost: half a sum is not added to, a claimed step is not
         claimed again, and p.grad does not keep what was written so far without a record."""
         for grad in (grad for parts in grads for grad in parts):
-            self._used[_tensor(grad)] = version_of(grad)
+            self._used[tensor_of(grad)] = version_of(grad)
         try:
             yield
         except BaseException:
@@ -228,10 +228,3 @@ def clear_samples(params: Sequence[torch.Tensor]) -> None:
         for attribute in inputs.ATTRIBUTES:
             if hasattr(param, attribute):
                 setattr(param, attribute, None)
-
-
-def _tensor(grad: Grad) -> torch.Tensor:
-    """What identifies it."""
-    if isinstance(grad, RowGrads):
-        return grad.values
-    return grad.e if isinstance(grad, OuterProducts) else grad

@@ -200,7 +200,7 @@ class PrivateSum:
         for p, grad in enumerate(batch):
             if isinstance(grad, RowGrads):
                 rows = None if self.keep is None else self.keep.kept_rows(p)
-                if rows is None or (rows is not grad.rows and not torch.equal(rows.places, grad.rows.places)):
+                if rows is None or (rows is not grad.rows and not torch.equal(rows.kept, grad.rows.kept)):
                     raise ValueError(
                         f"{self.names[p]}: gradients of {len(grad.rows.kept)} of {grad.rows.count} rows, made for "
                         "another mask than keep; make them with the mask that the step has"

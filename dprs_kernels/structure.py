@@ -8,10 +8,10 @@ each coordinate is kept with probability 1 - r (paper/STRUCTURE.md, equation by 
 and what drops as a whole row need not be computed at all.
 
 Groups. A group is what shares its rows: a tensor of two or more dimensions opens one, with shape[0] rows; a vector
-joins the open group if it is of the same module and has as many entries as the group has rows, else it opens a group
-whose rows are its entries. So a Linear's or a convolution's rows are output units, an Embedding's the entries of its
-vocabulary, a norm's weight and bias drop channel by channel. Modules are told apart by the names of (name, parameter)
-pairs; without names all count as one module, and neighbours decide. A group with a single row (Linear(n, 1), a
+joins the last group of its module if it has as many entries as that has rows, else it opens a group whose rows are its
+entries. So a Linear's or a convolution's rows are output units, an Embedding's the entries of its vocabulary, a norm's
+weight and bias drop channel by channel. Modules are told apart by the names of (name, parameter) pairs, wherever they
+stand; without names a vector can only join what stands right before it. A group with a single row (Linear(n, 1), a
 number) has no rows to choose among: there coordinates drop one by one, by the same rule.
 
 Counts. Of R rows floor(r R) drop, and one more with probability the fractional part, so that E[m_i] = 1 - r for each
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from dprs_kernels import reference
+from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 
 STRUCTURES = ("coordinate", "row")
@@ -50,6 +51,12 @@ class RowSet:
     kept: torch.Tensor
     count: int
 
+    def __post_init__(self) -> None:
+        inside = bool((self.kept >= 0).all() and (self.kept < self.count).all() and (self.kept.diff() > 0).all())
+        if self.kept.dtype != torch.int64 or self.kept.dim() != 1 or not inside:
+            got = f"{self.kept.dtype} {self.kept.tolist()}"
+            raise ValueError(f"kept: got {got}; expected int64, ascending, each row once, in [0, {self.count})")
+
     @cached_property
     def places(self) -> torch.Tensor:
         """int64 [count]: which of the kept rows a row is, -1 for the others."""
@@ -64,6 +71,8 @@ class RowSet:
     def kept_on(self, device: torch.device) -> torch.Tensor:
         """kept on that device, copied there once."""
         if device not in self._copies:
+            if capturing(device):
+                raise RuntimeError(f"keep: take one ordinary step with it on {device} before capturing a CUDA graph")
             self._copies[device] = self.kept.to(device)
         return self._copies[device]
 
@@ -79,23 +88,23 @@ def groups_of(items: Sequence[Any]) -> Groups:
     (0, 0, 1, 1, 2, 2)
     """
     shapes = Layout.of(items).shapes
-    modules = [_module(item) for item in items]
     groups: list[int] = []
-    rows, members = -1, 0   # of the open group
-    for p, shape in enumerate(shapes):
-        joins = len(shape) == 1 and shape[0] == rows and modules[p] == modules[p - 1]
-        if modules[p] is None and members == 2:   # nameless: a weight has one bias
+    last: dict[str | None, tuple[int, int]] = {}   # of each module: its last group, and how many rows that has
+    for shape, module in zip(shapes, map(_module, items), strict=True):
+        group, rows = last.get(module, (-1, -1))
+        joins = len(shape) == 1 and shape[0] == rows
+        if module is None and joins and groups.count(group) == 2:   # nameless: a weight has one bias
             joins = False
         if not joins:
-            rows, members = (shape[0] if shape else 1), 0
-        members += 1
-        groups.append(groups[-1] + (not joins) if groups else 0)
+            group, rows = max(groups, default=-1) + 1, shape[0] if shape else 1
+        last[module] = group, rows
+        groups.append(group)
     return tuple(groups)
 
 
 def draw_rows(layout: Layout, groups: Groups, drop_rate: float, key: Sequence[int]) -> list[torch.Tensor]:
     """Bool tensors [P]: of each parameter which rows are kept, [shape[0]]; [*shape] in a group of a single row."""
-    kept: list[torch.Tensor] = []
+    kept: dict[int, torch.Tensor] = {}
     for group in range(max(groups) + 1):
         members = [p for p, g in enumerate(groups) if g == group]
         first = layout.shapes[members[0]]
@@ -103,12 +112,12 @@ def draw_rows(layout: Layout, groups: Groups, drop_rate: float, key: Sequence[in
         stream = _stream(key, group)
         if rows > 1:
             chosen = _kept(rows, drop_rate, stream)
-            kept += [chosen] * len(members)
+            kept.update(dict.fromkeys(members, chosen))
         else:
             sizes = [layout.sizes[p] for p in members]
             parts = _kept(sum(sizes), drop_rate, stream).split(sizes)
-            kept += [part.view(layout.shapes[p]) for p, part in zip(members, parts, strict=True)]
-    return kept
+            kept.update({p: part.view(layout.shapes[p]) for p, part in zip(members, parts, strict=True)})
+    return [kept[p] for p in range(len(groups))]
 
 
 def expanded(layout: Layout, kept: Sequence[torch.Tensor]) -> torch.Tensor:

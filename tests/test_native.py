@@ -14,6 +14,8 @@ import torch
 
 from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native, reference
 from dprs_kernels.backends import cpu
+from dprs_kernels.row_grads import RowGrads
+from dprs_kernels.structure import STRUCTURES
 from tests.oracle import DTYPES, Setting, random_grads, run
 
 ROOT = Path(__file__).parents[1]
@@ -35,9 +37,14 @@ def restored_level():
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
-def test_instruction_sets_give_the_same_bits(dtype, sigma, restored_level):
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_level):
     shapes = [(300, 11), (7,), (2050,)]
-    grads, keep = random_grads(shapes, 9, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
+    keep = KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0, structure=structure)
+    grads = [
+        grad if (rows := keep.kept_rows(p)) is None else RowGrads(grad.index_select(1, rows.kept), rows)
+        for p, grad in enumerate(random_grads(shapes, 9, dtype))
+    ]
     results = {}
     for level in range(3):
         if native.loaded().dprs_set_level(level) >= 0:

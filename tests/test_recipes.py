@@ -244,6 +244,12 @@ def test_ranked_state_resumes_bit_for_bit() -> None:
     assert torch.equal(flat(second), flat(whole))
 
 
+def test_ranked_refuses_row_masks() -> None:
+    with pytest.raises(ValueError, match="structure: got 'row'; ranked sparsification ranks each coordinate"):
+        RankedOptimizer(torch.optim.SGD(network().parameters(), lr=0.1), structure="row", max_grad_norm=1.0,
+                        noise_multiplier=1.0, expected_batch_size=4, schedule=ConstantRate(0.5, epochs=2))   # fmt: skip
+
+
 def test_ranked_refuses() -> None:
     model, settings = network(), dict(max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -163,8 +163,21 @@ class TestRefusals:
         )   # fmt: skip
         grads = [g if isinstance(g, torch.Tensor) else RowGrads(g.values, g.rows) for g in self.grads]
         optimizer.step(grad_samples=grads)
-        with pytest.raises(ValueError, match="already used by an earlier step"):
-            optimizer.step(grad_samples=grads)
+        again = [g if isinstance(g, torch.Tensor) else RowGrads(g.values, g.rows) for g in grads]   # other wrappers
+        for repeated in (grads, again):
+            with pytest.raises(ValueError, match="already used by an earlier step"):
+                optimizer.step(grad_samples=repeated)
+
+    def test_a_sum_takes_the_values_once_in_whatever_wrapper(self):
+        params = [nn.Parameter(torch.zeros(shape)) for shape in self.shapes]
+        total = PrivateSum(params, keep=self.keep, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=3,
+                           noise=NoiseSource())   # fmt: skip
+        total.add(self.grads)
+        rows = next(g for g in self.grads if isinstance(g, RowGrads))
+        other = [g if isinstance(g, RowGrads) else g.clone() for g in self.grads]
+        again = [RowGrads(g.values, g.rows) if g is rows else g for g in other]
+        with pytest.raises(ValueError, match="already added to this sum"):
+            total.add(again)
 
 
 class Text(nn.Module):

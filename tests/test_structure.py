@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dprs_kernels import ConstantRate, KeepMask, RSDPOptimizer
-from dprs_kernels.structure import groups_of
+from dprs_kernels.structure import RowSet, groups_of
 
 KNOWN_BITS = [0x0F0F000F, 0x51]   # rows 0, 4 and 6 of 8
 
@@ -36,6 +36,16 @@ class TestGroups:
         model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.LayerNorm(8))
         assert groups_of(list(model.named_parameters())) == (0, 1, 1)
         assert groups_of(list(model.parameters())) == (0, 0, 1)
+
+    def test_names_find_a_bias_wherever_it_stands(self):
+        """As where weights and biases are two groups of an optimizer; without names, neighbours decide."""
+        named = dict(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).named_parameters())
+        apart = [(name, named[name]) for name in ("0.weight", "1.weight", "0.bias", "1.bias")]
+        assert groups_of(apart) == (0, 1, 0, 1)
+        keep = KeepMask.draw(apart, drop_rate=0.5, seed=0, draw=0, structure="row")
+        for weight, bias in ((0, 2), (1, 3)):
+            assert torch.equal(keep.for_param(weight).all(1), keep.for_param(bias))
+            assert torch.equal(keep.for_param(weight).any(1), keep.for_param(bias))
 
     def test_attention_and_recurrent_weights(self):
         assert groups_of(list(nn.MultiheadAttention(8, 2).named_parameters())) == (0, 0, 1, 1)
@@ -160,6 +170,19 @@ def test_the_same_bits_are_the_same_mask_and_travel_as_a_recipe():
     assert back.structure == "row"
     assert torch.equal(back.kept_rows(0).kept, keep.kept_rows(0).kept)
     assert "by rows" in repr(keep)
+
+
+@pytest.mark.parametrize("kept", [[-1, 2], [1, 1], [2, 1], [0, 4]])
+def test_a_set_of_rows_is_ascending_and_inside(kept):
+    with pytest.raises(ValueError, match=r"kept: got torch.int64 .*; expected int64, ascending, each row once"):
+        RowSet(torch.tensor(kept), 4)
+
+
+def test_kept_rows_that_were_written_to_are_noticed():
+    keep = rows([(4, 3)], 0.5, 0)
+    assert keep.unchanged()
+    keep.kept_rows(0).kept[0] = 0
+    assert not keep.unchanged()
 
 
 def test_rate_zero_keeps_all():

@@ -69,7 +69,17 @@ def test_table1_does_not_take_row_masks_for_the_papers(tmp_path: Path, monkeypat
     from dprs_kernels.paper import table1_text
 
     table1.append(tmp_path / "t.csv", replace(RECORD, structure="row", test_accuracy=0.99))
-    assert "99.00" not in table1_text.shown(table1.read(tmp_path / "t.csv"), [DIGITS])
+    table1.append(tmp_path / "t.csv", replace(RECORD, refresh=3, test_accuracy=0.98))
+    shown = table1_text.shown(table1.read(tmp_path / "t.csv"), [DIGITS])
+    assert "99.00" not in shown
+    assert "98.00" not in shown
+
+
+def test_other_rates_are_shown_and_nothing_stands_for_coordinates() -> None:
+    records = [replace(RECORD, structure="row", final_rate=0.25, refresh=k, test_accuracy=k / 10) for k in (1, 2)]
+    head, *lines = structures.shown(records, [DIGITS], markdown=True).splitlines()
+    assert "| coordinate | row | row, 2 masks an epoch |" in head
+    assert "| digits-eps8 | 0.25 | not run | not run | 10.00 (1) | 20.00 (1) | - |" in lines
 
 
 @pytest.mark.parametrize(

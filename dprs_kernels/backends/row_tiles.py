@@ -45,6 +45,7 @@ def rows_of(grad: torch.Tensor | RowGrads) -> Rows:
     if grad.rows.all:   # rows in their order: the gradient itself, with the tiles of every other
         return tables.rows_of(grad.values)
     if math.prod(grad.shape[2:]) % WORD:
+        tables.hold(grad.device, grad.rows.kept_on(grad.device))   # a replay places rows by it
         return tables.rows_of(grad.dense())
     return replace(tables.rows_of(grad.values), kept=_kept(grad.rows))
 

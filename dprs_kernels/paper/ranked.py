@@ -41,6 +41,8 @@ class RankedOptimizer(RSDPOptimizer):
     def __init__(self, optimizer: Optimizer, *, ranking_noise: NoiseSource | None = None, **settings: Any) -> None:
         if settings.get("schedule") is None:
             raise ValueError("schedule: got None; ranked sparsification needs the rates, e.g. GradualCooling(0.9, 40)")
+        if settings.get("structure", "coordinate") != "coordinate":
+            raise ValueError(f"structure: got {settings['structure']!r}; ranked sparsification ranks each coordinate")
         self.ranking_noise = NoiseSource() if ranking_noise is None else ranking_noise
         self._scores: list[torch.Tensor] | None = None    # z of the last period, float64
         self._running: list[torch.Tensor] | None = None   # z of this one, so far

@@ -13,6 +13,7 @@ from dprs_kernels.paper.table1 import RATES, Job, Mean, Record, Row, Setting, ac
 from dprs_kernels.paper.table1_text import cell, gain, table
 
 NONE = "none"   # plain DP-SGD, beside the structures of masks
+PAPERS = ("coordinate", 1)   # structure, masks an epoch
 
 
 def jobs(
@@ -46,15 +47,16 @@ def shown(records: Sequence[Record], rows: Sequence[Row], *, markdown: bool = Fa
     poisson = [record for record in records if record.sampler == "poisson"]
     names = {row.name for row in rows}
     kinds = list(dict.fromkeys(_kind(r.setting) for r in poisson if r.method == "rs" and r.row in names))
-    kinds.sort(key=lambda kind: (kind != ("coordinate", 1), kind))
+    kinds = [PAPERS, *sorted(kind for kind in kinds if kind != PAPERS)]
+    rates = sorted({*RATES, *(r.final_rate for r in poisson if r.method == "rs" and r.row in names)})
     lines = []
     for row in rows:
         plain = _mean(poisson, row, "baseline", row.settings["baseline"][0])
-        for rate in RATES:
+        for rate in rates:
             settings = [replace(row.settings["rs"][0], final_rate=rate, structure=s, refresh=k) for s, k in kinds]
             means = [_mean(poisson, row, "rs", setting) for setting in settings]
             best = max((m for m in means[1:] if m is not None), key=lambda m: (m.n, m.mean), default=None)
-            against = gain(means[0] if means else None, best)
+            against = gain(means[0], best)
             lines.append((row.name, f"{rate:g}", cell(plain), *map(cell, means), against))
     head = ("row", "final rate", NONE, *(_label(*kind) for kind in kinds), "best of these - coordinate")
     note = "Test accuracy in percent after the last epoch, mean ± standard error (seeds); errors taken as independent."

@@ -14,7 +14,8 @@ DETAILS = ("row", "batches", "method", "setting", "accuracy", "sigma", "epsilon 
 def shown(records: Iterable[Record], rows: Sequence[Row], *, markdown: bool = False) -> str:
     """A line for each row and kind of batches; "not run" where there is no result."""
     names = {row.name for row in rows}
-    tried = by_setting(record for record in records if record.row in names and record.structure == "coordinate")
+    papers = (r for r in records if r.row in names and (r.structure, r.refresh) == ("coordinate", 1))
+    tried = by_setting(papers)
     lines: list[tuple[str, ...]] = []
     details: list[tuple[str, ...]] = []
     notes = _footnotes(tried)

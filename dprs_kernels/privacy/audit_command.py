@@ -33,6 +33,8 @@ def run(
 
     if attack and suites is not None:
         raise ValueError(f"--attack: got --suite {' '.join(suites)}, too; give one of them (the attacks' suite is S6)")
+    if attack and structure != "coordinate":
+        raise ValueError(f"--attack: got --structure {structure}, too; the attacks look at noise, whatever the mask is")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)   # as quick for so small shapes, and much quicker beside other work
     try:

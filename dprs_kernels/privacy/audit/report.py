@@ -30,6 +30,7 @@ class Report:
     backend: str
     seed: int
     findings: tuple[Finding, ...]
+    structure: str = "coordinate"   # of the masks
 
     @property
     def passed(self) -> bool:
@@ -49,7 +50,8 @@ class Report:
             f"passed: {len(rows)} findings in {', '.join(suites)}" if self.passed
             else f"FAILED: {', '.join(self.failed)}"
         )   # fmt: skip
-        title = f"audit of {self.step}, backend {self.backend}, seed {self.seed}"
+        masks = "" if self.structure == "coordinate" else f", masks by {self.structure}s"
+        title = f"audit of {self.step}, backend {self.backend}, seed {self.seed}{masks}"
         return "\n".join([title, "", table(("suite", "tried", "seen", "allowed", "verdict"), rows), "", end])
 
 

@@ -73,6 +73,17 @@ class Subject:
     device: torch.device
     structure: str = "coordinate"   # of the masks
 
+    @property
+    def replay_shapes(self) -> Shapes:
+        """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie."""
+        return self.size.replay_shapes if self.structure == "coordinate" else (*self.size.replay_shapes, (6, 32))
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How gradients are given (GIVEN) where what is dropped matters: under a row mask without the dropped rows, and
+        whole."""
+        return ("list",) if self.structure == "coordinate" else ("list", "grad_sample")
+
     def derived(self, purpose: str) -> int:
         """A 63-bit seed for one purpose."""
         digest = hashlib.sha256(f"dprs_kernels audit {self.seed} {purpose}".encode()).digest()

@@ -16,17 +16,17 @@ COUNTS = (0, 1, 7, 64)
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    mask = subject.mask(subject.size.replay_shapes, "S4")
+    mask = subject.mask(subject.replay_shapes, "S4")
     yield from _under(subject, mask, "a mask")
     yield from _under(subject, None, "no mask")
 
 
 def _under(subject: Subject, keep: KeepMask | None, name: str) -> Iterator[Finding]:
-    shapes = subject.size.replay_shapes
+    shapes = subject.replay_shapes
 
-    def released(*batches: torch.Tensor) -> torch.Tensor:
-        given = [rows_of(rows, shapes) for rows in batches]
-        return subject.released(given, keep=keep, noise=subject.source("S4"), dtype=torch.float32)
+    def released(*batches: torch.Tensor, given: str = "list") -> torch.Tensor:
+        grads = [rows_of(rows, shapes) for rows in batches]
+        return subject.released(grads, keep=keep, noise=subject.source("S4"), dtype=torch.float32, given=given)
 
     zeros = torch.zeros(max(COUNTS), Layout.of(shapes).size)
     empty = released(zeros[:0])
@@ -41,7 +41,10 @@ def _under(subject: Subject, keep: KeepMask | None, name: str) -> Iterator[Findi
     yield same(f"zero gradients in micro-batches of 7, 0 and 3, {name}", split, empty)
     if keep is not None:
         dense = torch.randn(7, keep.size, generator=subject.generator("S4"))
-        yield same("7 gradients, all where it is dropped", released(torch.where(kept_of(keep), 0.0, dense)), empty)
+        dropped = torch.where(kept_of(keep), 0.0, dense)
+        for given in subject.ways:
+            whole = "" if given == "list" else ", rows given whole"
+            yield same(f"7 gradients, all where it is dropped{whole}", released(dropped, given=given), empty)
 
 
 def same(tried: str, got: torch.Tensor, expected: torch.Tensor) -> Finding:
