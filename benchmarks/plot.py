@@ -129,11 +129,13 @@ def rows_picture(rows: Sequence[Row]) -> Any:
     time.plot([row.rate for row in others], [row.x_sgd for row in others], color=ORANGE, marker="s", linestyle="",
               label="coordinates")   # fmt: skip
     time.axhline(1, color=BLACK, linewidth=0.8, linestyle=":", label="non-private SGD")
+    time.margins(y=0.1)
     time.set(xlabel="share dropped, r", ylim=(0, None))
     time.set_title("time over non-private SGD", loc="left")
     time.legend(frameon=False, fontsize=7)
     known = [row for row in ours if row.peak_mib is not None]
     peak.plot([row.rate for row in known], [row.peak_mib for row in known], color=BLUE, marker="o")
+    peak.margins(y=0.1)
     peak.set(xlabel="share dropped, r", ylim=(0, None))
     peak.set_title("peak memory of a step, MiB", loc="left")
     return figure
