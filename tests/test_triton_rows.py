@@ -314,7 +314,7 @@ class TestTables:
     layout = Layout.of([(40,), (8, 64)])
 
     def tiles(self, kept, columns=128, device=DEVICE, rounded=False):
-        rows_ = RowSet(torch.tensor(kept), 8)
+        rows_ = RowSet(torch.tensor(kept, dtype=torch.int64), 8)
         held = [tables.rows_of(torch.zeros(1, 40)), row_tiles.rows_of(RowGrads(torch.zeros(1, len(kept), 64), rows_))]
         return row_tiles.tiles_of(self.layout, held, (0, 1), columns, device, rounded)
 
