@@ -30,10 +30,10 @@ DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
 template <bool HasKeep, int Rows, class T, int Count>
 inline void square_norms(const T* const* rows, const Ahead<T, Count>& ahead, const uint32_t* keep, uint32_t blocks,
                          int64_t length, double scale, double* out) {
-  struct Sums {
-    f32v of[Rows][kNormLanes / kStep];
-  };
   constexpr int kSums = kNormLanes / kStep;
+  struct Sums {
+    f32v of[Rows][kSums];
+  };
   const f32v s = f32v{} + static_cast<float>(scale);
   f64v total[Rows][8 / kLanes] = {};   // 8 lanes of float64 a row
   for (int64_t begin = 0; begin < length; begin += kBlock) {

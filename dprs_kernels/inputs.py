@@ -173,4 +173,3 @@ def tensor_of(grad: Grad) -> torch.Tensor:
     if isinstance(grad, RowGrads):
         return grad.values
     return grad.e if isinstance(grad, OuterProducts) else grad
-
