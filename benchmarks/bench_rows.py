@@ -58,7 +58,7 @@ def test_rows(benchmark: Any, results: Results, full: bool, seconds: float) -> N
         wrong = truth.under(mask_for(name_of(rate), CASE.build())).wrong(name_of(rate))
         assert not wrong, wrong
     rows = [entry(name_of(rate), None) for rate in rates]
-    plain = [entry(PLAIN, micro) for micro in (CASE.full_micros if full else (16, 32))]
+    plain = [entry(PLAIN, micro) for micro in (CASE.full_micros if full else CASE.micros)]
     coordinates, floor = entry(OURS, None), limit(CASE.batch, CASE.size)
     subject = Subject("rows", f"rows, {CASE.name}, {CASE.batch}", CASE.batch, CASE.size, 4 * CASE.batch * CASE.size,
                       tensors=len(list(CASE.build().parameters())))   # fmt: skip

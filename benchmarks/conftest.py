@@ -10,6 +10,8 @@ from racing import BUDGETS, race_seconds
 from report import Results, race_table, target_table
 from rows import save
 
+from dprs_kernels.allocator import keep_freed_memory
+
 KEY: pytest.StashKey[Results] = pytest.StashKey()
 
 
@@ -18,8 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What only --full runs is marked slow, which pyproject.toml leaves out."""
+    """What only --full runs is marked slow, which pyproject.toml leaves out. Freed memory serves again: for all."""
     config.stash[KEY] = Results()
+    keep_freed_memory()
     if config.getoption("--full"):
         config.option.markexpr = ""
 

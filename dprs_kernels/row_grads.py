@@ -7,6 +7,7 @@ A source that is told a row mask answers with these (grads/rules.py). The CPU ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ class RowGrads:
                 "each that is kept"
             )
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         return torch.Size((self.values.shape[0], self.rows.count, *self.values.shape[2:]))
 

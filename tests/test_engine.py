@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dprs_kernels import KeepMask, NoiseSource, PrivateSum
+from dprs_kernels import KeepMask, NoiseSource, PrivateSum, allocator
 from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.engine import Stream, StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
@@ -168,6 +168,25 @@ class Fails(nn.Module):
         return self.layer(x)
 
 
+def test_activations_are_let_go_as_backward_goes_on():
+    """As in plain autograd: hooks that held them to the end of the pass cost memory, and new pages for what follows."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 2))
+    held, alive = [], []
+
+    def watch(module, args, output):
+        held.append(weakref.ref(output.untyped_storage()))
+
+    def look(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda e: alive.append(held[-1]()))
+
+    model[3].register_forward_hook(watch)   # what the last layer takes
+    model[1].register_forward_hook(look)    # its gradient comes after
+    with per_sample(model) as source:
+        source.grads(nn.CrossEntropyLoss(), torch.randn(4, 6), torch.tensor([0, 1, 0, 1]))
+    assert alive[-1] is None
+
+
 class TestEngine:
     """Streaming: any split gives the same p.grad, and memory for one micro-batch."""
 
@@ -265,7 +284,8 @@ class TestEngine:
         kept = list(stream(nn.MSELoss(), torch.randn(4, 1, 5), torch.zeros(4, 2, 3)))
         assert kept == [{}, {}]   # their memory was written again
 
-    def test_the_micro_batch_follows_from_the_size_of_a_row(self):
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(550_570)))]) == 16
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(26_010)))]) == 360
-        assert micro_batch_size([("w", nn.Parameter(torch.zeros(10**8)))]) == 1
+    @pytest.mark.parametrize(("kept", "expected"), [(0, (32, 724, 1)), (2**30, (68, 1448, 1))])
+    def test_the_micro_batch_follows_from_the_size_of_a_row(self, monkeypatch, kept, expected):
+        monkeypatch.setattr(allocator, "_kept", kept)
+        sizes = 550_570, 26_010, 10**8
+        assert tuple(micro_batch_size([("w", nn.Parameter(torch.empty(size)))]) for size in sizes) == expected

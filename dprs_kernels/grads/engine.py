@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dprs_kernels import allocator
 from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.source import LossFn, Named, Source, StreamingSource, check_batch
 from dprs_kernels.mask import KeepMask
@@ -22,18 +23,18 @@ from dprs_kernels.outer import Grad
 from dprs_kernels.step import PrivateSum
 from dprs_kernels.structure import RowSet
 
-# Of per-sample gradients: about one last-level cache. DP-CNN over plain SGD at its best, at 8, 12, 16, 20 and 32
-# samples: 1.46, 1.23, 1.08, 1.15, 1.20 in time. Less starves the matrix products of small layers; from 20 samples on
-# activations are larger than 2 MB, and the system hands out their pages anew for each of them.
-MICRO_BATCH_BYTES = 36 * 2**20
+# Of per-sample gradients, if all were stored. Less starves the matrix products of small layers and pays more often for
+# what a micro-batch costs by itself (hooks and checks, 2 ms); more has larger activations, whose pages the system hands
+# out anew for each unless it was told not to (allocator.py). DP-CNN by rows at r = 0.9, over plain SGD at its best, at
+# 16, 32 and 64 samples: 0.98, 0.90, 1.01 in time, and 1.02, 0.93, 0.89 where freed memory is kept.
+MICRO_BATCH_BYTES, WITH_KEPT_MEMORY = 72 * 2**20, 144 * 2**20
 ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 
 
 def micro_batch_size(params: Named) -> int:
-    """Samples whose gradients, if all were stored, take at most MICRO_BATCH_BYTES, in fours: 16 for DP-CNN, 360 for
-    DP-CNN/S."""
+    """Samples whose gradients take at most that, in fours: 32 for DP-CNN, 724 for DP-CNN/S."""
     row = sum(param.numel() * param.element_size() for _, param in params)
-    samples = max(MICRO_BATCH_BYTES // row, 1)
+    samples = max((WITH_KEPT_MEMORY if allocator.kept() else MICRO_BATCH_BYTES) // row, 1)
     return samples if samples < ROWS_AT_ONCE else samples // ROWS_AT_ONCE * ROWS_AT_ONCE
 
 

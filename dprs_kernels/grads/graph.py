@@ -39,8 +39,9 @@ def hooked(output: torch.Tensor, take: Callable[[torch.Tensor], None]) -> torch.
     return output
 
 
-def versions_of(values: Any) -> list[tuple[torch.Tensor, int]]:
-    tensors = (v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and not v.is_inference())
+def versions_of(values: tuple[Any, ...]) -> list[tuple[torch.Tensor, int]]:
+    leaves = values if all(isinstance(v, torch.Tensor) for v in values) else tree_leaves(values)   # mostly one tensor
+    tensors = (v for v in leaves if isinstance(v, torch.Tensor) and not v.is_inference())
     return [(v.detach(), v._version) for v in tensors]   # one counter for both
 
 

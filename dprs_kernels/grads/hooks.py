@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -216,16 +217,18 @@ class HookSource:
         if rule is None:
             return self._tap(path, module, args, kwargs, output, versions)
         self._call(path, lambda: Call((0,), (0,)))
-        inputs = tuple(a.detach() for a in (*args, *kwargs.values()))
+        inputs = [a.detach() for a in (*args, *kwargs.values())]
 
         def take(e: torch.Tensor) -> None:
             if wants(module, "weight") is not None:
                 check_versions(path, versions)
             # Under autocast outputs are bf16 and inputs may not be: sums over positions are made in fp32.
-            with torch.autocast(e.device.type, enabled=False):
+            with _no_autocast(e.device.type):
                 for param, grad in rule(module, tuple(map(_widened, inputs)), _widened(e), self._memory):
                     if id(param) in self._names:
                         self._put(path, param, grad)
+            inputs.clear()     # the graph holds this hook until it is gone itself: activations are let go as backward
+            versions.clear()   # goes on, like those of plain autograd
 
         if not output.requires_grad:   # the first layer
             whole = output.clone() if output._is_view() else output   # a view's hook is lost when it is written to
@@ -312,6 +315,11 @@ def _rule(module: nn.Module) -> Rule | None:
 
 def _with(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     return lambda *arguments: method(path, *arguments)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    on = torch.is_autocast_enabled(device_type)   # to ask takes 0.1 us, to switch it off 20
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:

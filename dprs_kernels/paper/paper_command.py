@@ -118,8 +118,10 @@ def _run(
     chosen = [table1.ROWS[name] for name in dict.fromkeys(rows)]
     planned = plan(chosen)
     root = None if data is None else str(Path(data).expanduser().resolve())   # a run may be resumed from elsewhere
+    from dprs_kernels.allocator import keep_freed_memory
     from dprs_kernels.paper.table1_runs import run_all
 
+    keep_freed_memory()   # this process is ours
     code = run_all(planned, out=Path(out), csv=Path(csv or CSV), data=root, threads=threads, talk=progress)
     if code == 0:
         print(text(table1.read(csv or CSV), chosen))

@@ -140,8 +140,10 @@ def _train(
     folder: str | Path, config: TrainConfig | None, data: Data | None, progress: Progress, compare_plain: bool,
     threads: int | str,
 ) -> int:   # fmt: skip
+    from dprs_kernels.allocator import keep_freed_memory
     from dprs_kernels.paper.train import RunFailed, resume, train
 
+    keep_freed_memory()   # this process is ours
     again = f"go on with: dprs train --resume {shlex.quote(str(folder))}"
     try:
         with Interrupt(progress) as interrupt:
