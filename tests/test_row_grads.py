@@ -3,8 +3,12 @@ engine; dropped rows are neither made nor read; memory falls with them."""
 
 import itertools
 import math
+import signal
+import subprocess
+import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +95,16 @@ def test_bits_of_the_same_mask_as_coordinates(backend, dtype, rate):
 @pytest.mark.parametrize("rate", [0.3, 0.9])
 def test_whole_gradients_under_a_row_mask_are_the_oracles(backend, rate):
     assert_true(backend, random_grads(SHAPES, 9), drawn(SHAPES, rate, 3), Setting())
+
+
+@needs_cpu
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect's constants")
+def test_no_byte_beside_the_kept_rows_is_read():
+    """Vectors are wider than rows: tests/guard_pages.py has rows of every kind beside pages that cannot be read."""
+    command = [sys.executable, "-m", "tests.guard_pages"]
+    root = Path(__file__).parents[1]
+    assert subprocess.run(command, cwd=root).returncode == 0
+    assert subprocess.run([*command, "beyond"], cwd=root).returncode == -signal.SIGSEGV   # the pages do guard
 
 
 @needs_cpu
