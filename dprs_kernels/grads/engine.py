@@ -61,16 +61,15 @@ class Stream:
         that can, makes no others."""
         n = check_batch(x, y)
         self._arena.keep(rows or {})
-        if rows and not isinstance(self.source, StreamingSource):
+        source = self.source
+        into = source.grads_into if isinstance(source, StreamingSource) else None
+        if rows and into is None:
             self._say_whole()
         for start in range(0, max(n, 1), self.micro_batch):
             some = slice(start, start + self.micro_batch)
             part = loss_fn, _rows(x, some), _rows(y, some)
             self._arena.recycle()   # what lies there was folded
-            source = self.source
-            found: Mapping[str, Grad] = (
-                source.grads_into(self._arena, *part) if isinstance(source, StreamingSource) else source.grads(*part)
-            )
+            found: Mapping[str, Grad] = source.grads(*part) if into is None else into(self._arena, *part)
             grads: dict[str, Grad] = dict(found)
             del found
             yield grads
