@@ -54,7 +54,8 @@ class KeepMask:
         self._count = count
         self._drop_rate = drop_rate
         self._recipe = recipe   # (seed, draw) of a drawn mask
-        self._groups: Groups | None = None                # of a mask drawn by rows
+        self._structure = "coordinate"
+        self._groups: Groups | None = None                # of any other structure
         self._rows: list[RowSet | None] = []              # [P] of the same
         self._version = bits._version
         self._copies: dict[torch.device, torch.Tensor] = {}
@@ -68,7 +69,7 @@ class KeepMask:
         the same bits are drawn there, and nothing but the key crosses the bus (masks of rows are made on the CPU).
 
         structure="row": whole output rows drop, each with probability drop_rate, as many as structure.py says; give
-        (name, parameter) pairs, whose names tell modules apart.
+        (name, parameter) pairs, whose names tell modules apart. structure="mixed": so in groups of many rows only.
 
         >>> model = torch.nn.Linear(3, 4)
         >>> rows = KeepMask.draw(model.named_parameters(), drop_rate=0.5, seed=0, draw=0, structure="row")
@@ -79,22 +80,22 @@ class KeepMask:
             raise ValueError(f"structure: got {structure!r}; expected one of {', '.join(map(repr, STRUCTURES))}")
         items = list(params_or_shapes)
         layout = Layout.of(items)
-        if structure == "row":
-            return cls._by_rows(layout, groups_of(items), drop_rate, seed, draw, _device_of(items))
+        if structure != "coordinate":
+            return cls._by_rows(layout, groups_of(items), structure, drop_rate, seed, draw, _device_of(items))
         dropped = drop_count(drop_rate, layout.size)
         bits = _draw(layout, dropped, mask_key(seed, draw), _device_of(items))
         return cls(layout, bits, count=layout.size - dropped, drop_rate=float(drop_rate), recipe=(seed, draw))
 
     @classmethod
     def _by_rows(
-        cls, layout: Layout, groups: Groups, drop_rate: float, seed: int, draw: int,
+        cls, layout: Layout, groups: Groups, structure: str, drop_rate: float, seed: int, draw: int,
         device: torch.device | None = None,
     ) -> KeepMask:   # fmt: skip
-        kept = draw_rows(layout, groups, checked_rate(drop_rate, "drop_rate"), mask_key(seed, draw))
+        kept = draw_rows(layout, groups, checked_rate(drop_rate, "drop_rate"), mask_key(seed, draw), structure)
         bits = expanded(layout, kept)
         count = int(np.unpackbits(bits.numpy().view(np.uint8)).sum(dtype=np.int64))
         mask = cls(layout, bits.to(device), count=count, drop_rate=float(drop_rate), recipe=(seed, draw))
-        mask._groups = groups
+        mask._structure, mask._groups = structure, groups
         sets = {id(part): RowSet(part.nonzero().reshape(-1), len(part)) for part in kept if part.dim() == 1}
         mask._rows = [sets.get(id(part)) for part in kept]   # a group has one
         return mask
@@ -147,8 +148,8 @@ class KeepMask:
 
     @property
     def structure(self) -> str:
-        """Which coordinates drop together: "coordinate" = each by itself (the paper's), "row" = whole rows."""
-        return "coordinate" if self._groups is None else "row"
+        """Which coordinates drop together (structure.py): "coordinate" = each by itself (the paper's)."""
+        return self._structure
 
     def kept_rows(self, index: int) -> RowSet | None:
         """The rows of one parameter, where the mask was drawn by rows and it has some."""
@@ -224,11 +225,11 @@ class KeepMask:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._recipe is None:
             return KeepMask.from_dense, (self.dense(),)
-        return _drawn, (self._layout.shapes, self._drop_rate, *self._recipe, self._groups)
+        return _drawn, (self._layout.shapes, self._drop_rate, *self._recipe, self._groups, self._structure)
 
     def __repr__(self) -> str:
         origin = "" if self._recipe is None else f", seed={self._recipe[0]}, draw={self._recipe[1]}"
-        by = "" if self.structure == "coordinate" else f" by {self.structure}s"
+        by = {"coordinate": "", "row": " by rows"}.get(self.structure, f", {self.structure}")
         return f"KeepMask({self.count} of {self.size} kept{by}, drop_rate={self.drop_rate:g}{origin})"
 
 
@@ -250,8 +251,9 @@ def _device_of(items: Sequence[Any]) -> torch.device:
 
 
 def _drawn(
-    shapes: tuple[tuple[int, ...], ...], drop_rate: float, seed: int, draw: int, groups: Groups | None = None
-) -> KeepMask:
+    shapes: tuple[tuple[int, ...], ...], drop_rate: float, seed: int, draw: int, groups: Groups | None = None,
+    structure: str = "row",
+) -> KeepMask:   # fmt: skip
     if groups is not None:
-        return KeepMask._by_rows(Layout.of(shapes), groups, drop_rate, seed, draw)
+        return KeepMask._by_rows(Layout.of(shapes), groups, structure, drop_rate, seed, draw)
     return KeepMask.draw(shapes, drop_rate=drop_rate, seed=seed, draw=draw)

@@ -2,6 +2,8 @@
 
 "coordinate"   each by itself (the paper's).
 "row"          whole output units: row j of a weight together with entry j of its bias.
+"mixed"        rows where a group has at least WIDE of them, coordinates in the others: an output layer of ten classes
+               would keep one row at r = 0.9, and learn of that class only.
 
 The privacy of a step asks of a mask only that it does not depend on the data, and the paper's utility bound only that
 each coordinate is kept with probability 1 - r (paper/STRUCTURE.md, equation by equation). Which drop together is free,
@@ -12,10 +14,10 @@ joins the last group of its module if it has as many entries as that has rows, e
 entries. So a Linear's or a convolution's rows are output units, an Embedding's the entries of its vocabulary, a norm's
 weight and bias drop channel by channel. Modules are told apart by the names of (name, parameter) pairs, wherever they
 stand; without names a vector can only join what stands right before it. A group with a single row (Linear(n, 1), a
-number) has no rows to choose among: there coordinates drop one by one, by the same rule.
+number) has no rows to choose among: there coordinates drop one by one, as in the narrow groups of a mixed mask.
 
-Counts. Of R rows floor(r R) drop, and one more with probability the fractional part, so that E[m_i] = 1 - r for each
-coordinate; at least one row is kept, so for r above 1 - 1/R it is kept with probability 1/R.
+Counts. Of R rows (or coordinates) floor(r R) drop, and one more with probability the fractional part, so that
+E[m_i] = 1 - r for each coordinate; at least one is kept, so for r above 1 - 1/R it is kept with probability 1/R.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from dprs_kernels import reference
 from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 
-STRUCTURES = ("coordinate", "row")
+STRUCTURES = ("coordinate", "row", "mixed")
+WIDE = 32   # rows: at r = 0.9 three of them are kept. All layers of DP-CNN but the last have as many
 Groups = tuple[int, ...]   # of each parameter, the number of its group
 
 
@@ -102,15 +105,18 @@ def groups_of(items: Sequence[Any]) -> Groups:
     return tuple(groups)
 
 
-def draw_rows(layout: Layout, groups: Groups, drop_rate: float, key: Sequence[int]) -> list[torch.Tensor]:
-    """Bool tensors [P]: of each parameter which rows are kept, [shape[0]]; [*shape] in a group of a single row."""
+def draw_rows(
+    layout: Layout, groups: Groups, drop_rate: float, key: Sequence[int], structure: str = "row"
+) -> list[torch.Tensor]:
+    """Bool tensors [P]: of each parameter which rows are kept, [shape[0]]; [*shape] where coordinates drop."""
+    least = WIDE if structure == "mixed" else 2
     kept: dict[int, torch.Tensor] = {}
     for group in range(max(groups) + 1):
         members = [p for p, g in enumerate(groups) if g == group]
         first = layout.shapes[members[0]]
         rows = first[0] if first else 1
         stream = _stream(key, group)
-        if rows > 1:
+        if rows >= least:
             chosen = _kept(rows, drop_rate, stream)
             kept.update(dict.fromkeys(members, chosen))
         else:

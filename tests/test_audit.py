@@ -44,18 +44,20 @@ def test_every_suite_passes_in_full(backend):
     assert (report.step, report.backend, report.seed) == ("fused_rs_dp_step", backend, 0)
 
 
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "coordinate"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_suite_passes_with_row_masks(backend):
-    report = audit(backend=backend, structure="row", size="small")
+def test_every_suite_passes_with_structured_masks(backend, structure):
+    report = audit(backend=backend, structure=structure, size="small")
     assert report.passed, str(report)
-    assert str(report).startswith(f"audit of fused_rs_dp_step, backend {backend}, seed 0, masks by rows\n")
+    assert str(report).startswith(f"audit of fused_rs_dp_step, backend {backend}, seed 0, {structure} masks\n")
     assert {finding.suite for finding in report.findings} == set(SUITES)
 
 
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "coordinate"])
 @pytest.mark.parametrize("name", ["mask after clip", "mask by multiplication", "noise with another mask"])
-def test_faults_of_masks_are_caught_with_row_masks(name):
+def test_faults_of_masks_are_caught_with_structured_masks(name, structure):
     suite, stages = FAULTS[name]
-    report = audit(planted(stages, name), suites=[suite], size="tiny", structure="row")
+    report = audit(planted(stages, name), suites=[suite], size="tiny", structure=structure)
     assert report.failed == (suite,), str(report)
 
 

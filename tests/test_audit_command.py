@@ -36,7 +36,7 @@ def test_failed_is_1(capsys, monkeypatch):
         (["--suite", "S9"], "suites: got 'S9'; expected some of S1, S2"),
         (["--backend", "abacus"], "backend: got 'abacus'; expected one of auto"),
         (["--size", "vast"], "size: got 'vast'; expected one of full, small, tiny"),
-        (["--structure", "tile"], "structure: got 'tile'; expected one of 'coordinate', 'row'"),
+        (["--structure", "tile"], "structure: got 'tile'; expected one of 'coordinate', 'row', 'mixed'"),
         (["--seed", "-1"], "seed: got -1; expected an integer of at least 0"),
         (["--attack", "--structure", "row"], "--attack: got --structure row, too; the attacks look at noise"),
         (["--attack", "--suite", "S6"], "--attack: got --suite S6, too; give one of them"),

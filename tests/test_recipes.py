@@ -303,7 +303,7 @@ def test_samplers() -> None:
         (dict(cooling="sudden"), "cooling: got 'sudden'; expected 'gradual' or 'constant'"),
         (dict(optimizer="lbfgs"), "optimizer: got 'lbfgs'; expected 'sgd' or 'adam'"),
         (dict(sampler="uniform"), "sampler: got 'uniform'; expected 'poisson' or 'shuffled-nominal'"),
-        (dict(structure="tile"), "structure: got 'tile'; expected 'coordinate' or 'row'"),
+        (dict(structure="tile"), "structure: got 'tile'; expected 'coordinate' or 'row' or 'mixed'"),
         (dict(structure="row", algorithm=4), "structure: got 'row' with algorithm 4, which ranks each coordinate"),
         (dict(lr=0.0), "lr: got 0.0; expected a positive number"),
         (dict(lr=math.nan), "lr: got nan; expected a positive number"),

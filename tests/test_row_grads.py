@@ -29,10 +29,11 @@ needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the CPU kern
 LOSS = partial(nn.functional.cross_entropy, reduction="sum")
 # Rows that are aligned, longer than a tile, shorter than a block, odd, single values, and a group of a single row.
 SHAPES = [(12, 64), (12,), (5, 2048), (40, 9, 3), (40,), (300,), (7, 517), (1, 30), (1,), (3, 100)]
+structures = pytest.mark.parametrize("structure", ["row", "mixed"])
 
 
-def drawn(shapes, rate, draw=0):
-    return KeepMask.draw(shapes, drop_rate=rate, seed=0, draw=draw, structure="row")
+def drawn(shapes, rate, draw=0, structure="row"):
+    return KeepMask.draw(shapes, drop_rate=rate, seed=0, draw=draw, structure=structure)
 
 
 def as_rows(grads, keep):
@@ -75,12 +76,13 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@structures
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_bits_of_the_same_mask_as_coordinates(backend, dtype, rate):
+def test_bits_of_the_same_mask_as_coordinates(backend, dtype, rate, structure):
     for sigma, clipping in ((1.0, "flat"), (1.0, "per_layer"), (0.001, "automatic"), (0.0, "flat")):
-        keep, setting = drawn(SHAPES, rate), Setting(noise_multiplier=sigma, clipping=clipping)
+        keep, setting = drawn(SHAPES, rate, structure=structure), Setting(noise_multiplier=sigma, clipping=clipping)
         grads = random_grads(SHAPES, 11, dtype, scale=0.1 if clipping == "per_layer" else 1.0)
         coordinates = KeepMask.from_dense(keep.dense())
         expected = run(backend, spoiled(grads, keep), coordinates, setting)
@@ -221,10 +223,11 @@ def models():
 
 
 @needs_cpu
+@structures
 @pytest.mark.parametrize("rate", [0.3, 0.9])
-def test_the_engine_gives_the_bits_of_the_mask_as_coordinates(rate):
+def test_the_engine_gives_the_bits_of_the_mask_as_coordinates(rate, structure):
     for name, model, x, y in models():
-        keep, grads = drawn(model.named_parameters(), rate, 4), []
+        keep, grads = drawn(model.named_parameters(), rate, 4, structure), []
         for mask in (keep, KeepMask.from_dense(keep.dense())):
             with per_sample(model) as source:
                 engine = StreamingEngine(

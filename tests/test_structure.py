@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dprs_kernels import ConstantRate, KeepMask, RSDPOptimizer
-from dprs_kernels.structure import RowSet, groups_of
+from dprs_kernels.structure import WIDE, RowSet, groups_of
 
 KNOWN_BITS = [0x0F0F000F, 0x51]   # rows 0, 4 and 6 of 8
 
 
-def rows(shapes, rate, draw=0, seed=0):
-    return KeepMask.draw(shapes, drop_rate=rate, seed=seed, draw=draw, structure="row")
+def rows(shapes, rate, draw=0, seed=0, structure="row"):
+    return KeepMask.draw(shapes, drop_rate=rate, seed=seed, draw=draw, structure=structure)
 
 
 class TestGroups:
@@ -74,6 +74,26 @@ def test_whole_rows_drop_and_a_bias_with_its_weight():
         assert keep.kept_rows(0) is keep.kept_rows(1)
 
 
+def test_a_mixed_mask_drops_rows_where_there_are_many_and_coordinates_elsewhere():
+    model = nn.Sequential(nn.Linear(9, WIDE), nn.Linear(WIDE, WIDE - 1))
+    whole = 0
+    for draw in range(20):
+        keep = rows(model.named_parameters(), 0.7, draw, structure="mixed")
+        weight, bias, narrow, last = keep.dense()
+        assert torch.equal(weight.any(1), weight.all(1))
+        assert torch.equal(weight.all(1), bias)
+        assert int(bias.sum()) in (9, 10)                        # 0.3 * 32 = 9.6
+        assert torch.equal(keep.kept_rows(0).kept, bias.nonzero()[:, 0])
+        size = narrow.numel() + last.numel()
+        assert size - int(narrow.sum()) - int(last.sum()) in {math.floor(0.7 * size) + more for more in (0, 1)}
+        assert keep.kept_rows(2) is None
+        whole += int((narrow.any(1) == narrow.all(1)).sum())
+    assert whole == 0                                            # 620 rows of 32 coordinates, none all or nothing
+    assert (keep.structure, pickle.loads(pickle.dumps(keep))) == ("mixed", keep)
+    assert pickle.loads(pickle.dumps(keep)).structure == "mixed"
+    assert "mixed" in repr(keep)
+
+
 shape_lists = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=5)
 
 
@@ -99,11 +119,12 @@ def test_counts_of_every_group(shapes, rate, draw):
             assert kept >= 1
 
 
+@pytest.mark.parametrize("structure", ["row", "mixed"])
 @pytest.mark.parametrize("rate", [0.1, 0.37, 0.5, 0.85])
-def test_each_coordinate_is_kept_with_probability_1_minus_r(rate):
+def test_each_coordinate_is_kept_with_probability_1_minus_r(rate, structure):
     """Of 7 rows the count itself is drawn; chi-square of every row's frequency, alpha about 1e-7 each."""
-    draws, shapes = 4000, [(7, 3), (7,), (10, 2), (1, 40)]
-    masks = (rows(shapes, rate, draw).dense() for draw in range(draws))
+    draws, shapes = 4000, [(7, 3), (7,), (10, 2), (1, 40), (33, 2)]
+    masks = (rows(shapes, rate, draw, structure=structure).dense() for draw in range(draws))
     kept = np.stack([torch.cat([part.reshape(-1) for part in mask]).numpy() for mask in masks])
     z = (kept.mean(0) - (1 - rate)) / math.sqrt(rate * (1 - rate) / draws)
     assert np.abs(z).max() < 5.5

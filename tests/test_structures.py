@@ -26,7 +26,7 @@ def test_each_structure_is_run_once_and_shown(
     assert err == ""
     records = table1.read(tmp_path / "t.csv")
     assert [(r.method, r.structure, r.final_rate) for r in records] == [
-        ("baseline", "coordinate", 0.0), ("rs", "coordinate", 0.5), ("rs", "row", 0.5)
+        ("baseline", "coordinate", 0.0), ("rs", "coordinate", 0.5), ("rs", "row", 0.5), ("rs", "mixed", 0.5)
     ]   # fmt: skip
     assert printed.rstrip().endswith(structures.shown(records, [DIGITS]))
     before = (tmp_path / "t.csv").read_text()

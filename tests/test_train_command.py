@@ -230,7 +230,7 @@ def test_row_masks_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--batch", "5000"], "expected_batch_size: got 5000; expected at most 1437"),
         (["--lr", "nan"], "lr: got nan; expected a positive number"),
         (["--momentum", "2"], "momentum: got 2.0; expected a number in [0, 1)"),
-        (["--structure", "tile"], "structure: got 'tile'; expected 'coordinate' or 'row'"),
+        (["--structure", "tile"], "structure: got 'tile'; expected 'coordinate' or 'row' or 'mixed'"),
         (["--clip", "-1"], "clip: got -1.0; expected a positive, finite number"),
         (["--sigma", "-1"], "sigma: got -1.0; expected a finite number of at least 0"),
         (["--delta", "0"], "delta: got 0.0; expected a number in (0, 1)"),

@@ -73,7 +73,7 @@ class TrainConfig:
         Algorithm 2 takes its noise's std from the same: the sigma that Algorithm 1 would have; Algorithm 3 has none.
     normalise: of ScatterNet features: "group", which costs nothing, or "channels", statistics of the training images
         that are estimated privately and charged to the run. Other networks leave it.
-    structure: of the masks: "coordinate", the paper's, or "row" (structure.py).
+    structure: of the masks: "coordinate", the paper's, "row" or "mixed" (structure.py).
     batch: expected batch size B. data: the folder that is searched first.
     seed: of initial weights and masks, both public. Noise and batches are secret, unless insecure_seeded_noise, which
         takes them from the seed too: no privacy claim.

@@ -18,7 +18,7 @@ from dprs_kernels.paper import structures as of_structures
 from dprs_kernels.paper import table1, table1_text
 from dprs_kernels.paper.table1 import METHODS, Job, Row
 
-STRUCTURES = ("coordinate", "row")   # of dprs_kernels/structure.py, which imports torch
+STRUCTURES = ("coordinate", "row", "mixed")   # of dprs_kernels/structure.py, which imports torch
 
 CSV = "benchmarks/data/table1.csv"
 EPILOG = f"""Rows: {', '.join(table1.ROWS)}. A run takes minutes (dp-cnn-s) to hours (dp-cnn) of one core. After Ctrl-C

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
     add("--final-rate", type=float, metavar="R", help="drop rate of the last epoch; 0 is plain DP-SGD")
     add("--cooling", choices=("gradual", "constant"), help="gradual: from 0 up to the final rate (default)")
     add("--refresh", type=int, metavar="K", help="masks an epoch (default: 1)")
-    add("--structure", metavar="NAME", help="coordinate (default), or row: whole output rows drop, at less cost")
+    add("--structure", metavar="NAME", help="coordinate (default); row, mixed: whole output rows drop, at less cost")
     add("--epochs", type=int, metavar="E")
     add("--batch", type=int, metavar="B", help="expected batch size")
     add("--lr", type=float, metavar="LR")

@@ -28,7 +28,8 @@ def test_the_suite_passes(suite):
     assert report.backend == "triton"
 
 
+@pytest.mark.parametrize("structure", ["row", "mixed"])
 @pytest.mark.parametrize("suite", ["S1", "S2", "S4"])   # S3, S5 and S6 look at noise, whatever the mask is
-def test_the_suite_passes_with_row_masks(suite):
-    report = audit(backend="triton", suites=[suite], structure="row")
+def test_the_suite_passes_with_structured_masks(suite, structure):
+    report = audit(backend="triton", suites=[suite], structure=structure)
     assert report.passed, str(report)

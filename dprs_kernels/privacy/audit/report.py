@@ -50,7 +50,7 @@ class Report:
             f"passed: {len(rows)} findings in {', '.join(suites)}" if self.passed
             else f"FAILED: {', '.join(self.failed)}"
         )   # fmt: skip
-        masks = "" if self.structure == "coordinate" else f", masks by {self.structure}s"
+        masks = "" if self.structure == "coordinate" else f", {self.structure} masks"
         title = f"audit of {self.step}, backend {self.backend}, seed {self.seed}{masks}"
         return "\n".join([title, "", table(("suite", "tried", "seen", "allowed", "verdict"), rows), "", end])
 

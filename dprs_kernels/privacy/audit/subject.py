@@ -13,7 +13,7 @@ import torch
 from dprs_kernels.mask import KeepMask
 from dprs_kernels.noise import NoiseSource
 from dprs_kernels.row_grads import RowGrads
-from dprs_kernels.structure import RowSet
+from dprs_kernels.structure import WIDE, RowSet
 
 BATCH = 64   # expected_batch_size: not 1, so that a wrong divisor shows; a power of two, so that dividing is exact
 Step = Callable[..., None]
@@ -75,8 +75,10 @@ class Subject:
 
     @property
     def replay_shapes(self) -> Shapes:
-        """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie."""
-        return self.size.replay_shapes if self.structure == "coordinate" else (*self.size.replay_shapes, (6, 32))
+        """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie; mixed ones drop
+        rows where there are WIDE of them."""
+        more = {"coordinate": (), "row": ((6, 32),), "mixed": ((WIDE, 32),)}
+        return (*self.size.replay_shapes, *more[self.structure])
 
     @property
     def ways(self) -> tuple[str, ...]:
