@@ -37,9 +37,9 @@ class RSDPOptimizer(MaskedStep, Optimizer):
         may be assigned between steps, not inside a logical batch.
     noise: a NoiseSource; None makes one with a fresh key.
     schedule, seed, structure: of the mask (set_epoch). None keeps everything: plain DP-SGD. structure="row" drops whole
-        output rows, "mixed" does where there are many; backward(per_sample(model), ...) does not even make those of Linear, Embedding and ungrouped
-        convolutions. Give the inner optimizer model.named_parameters() (torch 2.6 on), so that modules are known by
-        their names.
+        output rows, "mixed" does where there are many; backward(per_sample(model), ...) does not even make those of
+        Linear, Embedding and ungrouped convolutions. Give the inner optimizer model.named_parameters() (torch 2.6 on),
+        so that modules are known by their names.
     unused_params: a parameter without per-sample gradients, while others have them, is mostly a mistake: "error".
         "zero": it took no part in the loss; its gradient is 0, and its kept coordinates get noise like all others.
 

@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--suite", metavar="S", dest="suites", nargs="+", help="some of S1 to S6 (default: all)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of data, coins and noise (default: 0)")
     parser.add_argument("--size", metavar="NAME", help="full, small or tiny (default: full; tiny where interpreted)")
-    parser.add_argument("--structure", metavar="NAME", default="coordinate", help="of the masks: coordinate, row or mixed")
+    parser.add_argument("--structure", metavar="NAME", default="coordinate", help="coordinate, row or mixed masks")
     parser.add_argument(
         "--attack", action="store_true",
         help="instead: the lattice and the precision attack on torch.normal, on the sum of four, and on this library",
