@@ -43,8 +43,10 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(int64_t count, F f) {
 
 // While a small group is in hand the next one comes from memory, half of it during norms and half during sums, which
 // take as long as each other: computing and reading overlap, and DP-CNN/S takes 1.3 reads of its gradients in the place
-// of 1.4 to 1.5 (interleaved medians, two EPYC cores with AVX-512). A group that only the last-level cache holds leaves
-// no room there for another: DP-CNN gained 0.1 of a read in some runs and lost as much in others.
+// of 1.4 to 1.5 (interleaved medians, two EPYC cores with AVX-512). Of a group that only the last-level cache holds the
+// next comes during sums, when memory has nothing else to do: there is no room for all of it, and still DP-CNN takes 1.39
+// to 1.71 reads in the place of 1.51 to 1.86 (best of 21, eight interleaved runs; memory ran at 35 or at 55 GB/s). Sums
+// and the next norms in turn, tile by tile or 64 tiles at a time, were slower: neither of them is then a long stream.
 // Of this tile, rows [i + From, i + Until) of group k + 1; where there are none, the rows at hand.
 template <int From, int Until, class T>
 Ahead<T, Until - From> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
@@ -74,6 +76,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
       add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
     };
     if (a.ahead) add(rows_ahead<Rows / 2, Rows>(a, tile, k, i, rows));
+    else if (!a.backwards) add(rows_ahead<0, Rows>(a, tile, k, i, rows));
     else add(Ahead<T, 0>());
   });
 }

@@ -54,7 +54,7 @@ struct Accumulate {
   double* norms;       // null or [N, segments]
   int64_t group;       // samples per group
   bool backwards;      // sum the tiles in reverse
-  bool ahead;          // the next group is asked for from memory while this one is in hand
+  bool ahead;          // groups are small: the next one is asked for from memory during norms and sums, else during sums
   double* partial[2];  // [tiles][group] squared norms; two groups are in flight
   double* factors;     // [threads][stride], of which [group][segments] are used
   int64_t stride;
