@@ -18,7 +18,7 @@ from bench_training_step import best_of, limit
 from names import OURS
 from racing import Contender, race
 from report import Figure, Results, Subject
-from training_contenders import PLAIN, RATE, ROWS, Settings, build, mask_for
+from training_contenders import PLAIN, RATE, ROWS, Settings, build, default_micro, mask_for
 from training_models import MODELS
 from training_truth import Truth
 
@@ -43,12 +43,11 @@ def cooled(rates: Sequence[float], costs: Sequence[float]) -> float:
     return sum((high - low) * (a + b) / 2 for low, high, a, b in pieces) / (rates[-1] - rates[0])
 
 
-def entry(name: str, micro: int | None) -> Contender:
+def entry(name: str, micro: int) -> Contender:
     x, y = CASE.data(CASE.batch)
     step = build(name, CASE.build(), Settings(micro, CASE.batch))
     step(x[:2], y[:2])   # warm
-    setting = "" if micro is None else f"micro-batch {micro}"
-    return Contender(name, lambda sigma: step(x, y), name != PLAIN, peer=name == PLAIN, setting=setting)
+    return Contender(name, lambda sigma: step(x, y), name != PLAIN, peer=name == PLAIN, setting=f"micro-batch {micro}")
 
 
 def test_rows(benchmark: Any, results: Results, full: bool, seconds: float) -> None:
@@ -57,9 +56,10 @@ def test_rows(benchmark: Any, results: Results, full: bool, seconds: float) -> N
     for rate in rates:
         wrong = truth.under(mask_for(name_of(rate), CASE.build())).wrong(name_of(rate))
         assert not wrong, wrong
-    rows = [entry(name_of(rate), None) for rate in rates]
+    micro = default_micro(CASE.build())
+    rows = [entry(name_of(rate), micro) for rate in rates]
     plain = [entry(PLAIN, micro) for micro in (CASE.full_micros if full else CASE.micros)]
-    coordinates, floor = entry(OURS, None), limit(CASE.batch, CASE.size)
+    coordinates, floor = entry(OURS, micro), limit(CASE.batch, CASE.size)
     subject = Subject("rows", f"rows, {CASE.name}, {CASE.batch}", CASE.batch, CASE.size, 4 * CASE.batch * CASE.size,
                       tensors=len(list(CASE.build().parameters())))   # fmt: skip
     with results.watch(subject.case):
@@ -85,7 +85,8 @@ def test_memory_and_bytes_sent(benchmark: Any, results: Results, full: bool) -> 
     names = [name_of(rate) for rate in (FULL_RATES if full else RATES)]
 
     def peaks() -> dict[str, float | None]:
-        return {name: memory.measure("training", CASE.name, name, "0", str(CASE.batch)) for name in names}
+        micro = str(default_micro(CASE.build()))   # of this process, whose allocator it depends on
+        return {name: memory.measure("training", CASE.name, name, micro, str(CASE.batch)) for name in names}
 
     found = benchmark.pedantic(peaks, rounds=1, iterations=1)
     benchmark.extra_info.update(found)

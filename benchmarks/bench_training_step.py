@@ -153,8 +153,9 @@ def add_figures(
 def measure(case: Model, name: str, batch: int, results: Results) -> float | None:
     """MiB, at the micro-batch that stands for the contender in the race, or the first one where there was none."""
     row = standing(results.rows, case.race(batch), name)
-    micro = "0" if name == OURS else row.setting.split()[-1] if row else str(case.peer_micros[0])
-    found = memory.measure("training", case.name, name, micro, str(batch))
+    ours = default_micro(case.build())
+    micro = ours if name == OURS else int(row.setting.split()[-1]) if row else case.peer_micros[0]
+    found = memory.measure("training", case.name, name, str(micro), str(batch))
     return None if found is None else float(found)
 
 

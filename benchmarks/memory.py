@@ -73,13 +73,13 @@ def step(shape: str, *names: str) -> dict[str, float]:
 
 
 def training(case: str, contender: str, micro: str, samples: str) -> float:
-    """micro = 0 lets ours choose. A step on two samples pays for the code."""
+    """A step on two samples pays for the code."""
     import training_contenders
     from training_models import MODELS
 
     model = MODELS[case].build()
     x, y = MODELS[case].data(int(samples))
-    step = training_contenders.build(contender, model, training_contenders.Settings(int(micro) or None, int(samples)))
+    step = training_contenders.build(contender, model, training_contenders.Settings(int(micro), int(samples)))
     step(x[:2], y[:2])
     for p in model.parameters():
         p.grad = None

@@ -53,8 +53,8 @@ struct Accumulate {
   char* acc;           // [padded] int64 or float64
   double* norms;       // null or [N, segments]
   int64_t group;       // samples per group
-  bool backwards;      // sum the tiles in reverse
-  bool ahead;          // groups are small: the next one is asked for from memory during norms and sums, else during sums
+  bool backwards;      // no cache holds a group: sum the tiles in reverse, ask for nothing
+  bool ahead;          // groups are small: the next is asked for from memory during norms, too, not only during sums
   double* partial[2];  // [tiles][group] squared norms; two groups are in flight
   double* factors;     // [threads][stride], of which [group][segments] are used
   int64_t stride;

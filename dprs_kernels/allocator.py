@@ -9,29 +9,36 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from pathlib import Path
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3   # mallopt's names for them (malloc.h)
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
+OTHERS = ("jemalloc", "tcmalloc", "mimalloc")   # in the place of glibc's: its mallopt then moves nothing
 LARGEST_BLOCK = 32 * 2**20   # the most that mallopt takes: larger blocks still come and go
 STEP = 64 * 2**20            # by which the heap grows
+MOST = 2**31 - 1             # mallopt takes ints
 
 _kept = 0
 
 
 def keep_freed_memory(limit: int = 2**30) -> bool:
-    """Up to `limit` bytes that are free stay with the process; for all of it, from now on. False, and nothing is done,
-    where the C library is not glibc, or where the environment has its own say (VARIABLES, GLIBC_TUNABLES).
+    """The heap's free end goes back to the system only beyond `limit` bytes (at most 2^31 - 1), and blocks of up to
+    32 MB come from the heap: for all of the process, from now on. Free memory below a block in use stays, as ever, and
+    there may be more of it. False, and nothing is done, where malloc is not glibc's, or where the environment has its
+    own say (VARIABLES, GLIBC_TUNABLES).
 
-    Call it once, before training, in a program of your own: it is a setting of the process, not of this library, which
-    never calls it for you; `dprs train` is such a program and does.
+    Call it once, before engines are made, in a program of your own: it is a setting of the process, not of this
+    library, which never calls it for you; `dprs train` is such a program and does.
     """
     global _kept
     if limit < 0:
         raise ValueError(f"limit: got {limit}; expected a number of bytes, at least 0")
-    libc = ctypes.CDLL(None)
-    if _told_by_environment() or not hasattr(libc, "gnu_get_libc_version"):
+    if not _glibc() or _told_by_environment():
         return False
-    settings = {MMAP_THRESHOLD: LARGEST_BLOCK, TOP_PAD: min(STEP, limit), TRIM_THRESHOLD: min(limit, 2**31 - 1)}
+    limit = min(limit, MOST)
+    libc = ctypes.CDLL(None)
+    settings = {MMAP_THRESHOLD: LARGEST_BLOCK, TOP_PAD: min(STEP, limit), TRIM_THRESHOLD: limit}
     if not all(libc.mallopt(name, value) for name, value in settings.items()):
         return False
     _kept = limit
@@ -39,8 +46,16 @@ def keep_freed_memory(limit: int = 2**30) -> bool:
 
 
 def kept() -> int:
-    """Bytes that keep_freed_memory was told to keep; 0 if it was not called, or could do nothing."""
+    """The limit that keep_freed_memory set; 0 if it was not called, or could do nothing."""
     return _kept
+
+
+def _glibc() -> bool:
+    if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        return False
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    return not any(f"/lib{name}" in loaded for name in OTHERS)
 
 
 def _told_by_environment() -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprs_kernels import reference
+from dprs_kernels import native, reference
 from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 
@@ -143,7 +143,8 @@ def _kept(rows: int, drop_rate: float, stream: np.ndarray) -> torch.Tensor:
     dropped = math.floor(wanted)
     dropped += int(stream[0]) < int((wanted - dropped) * 2.0**64)
     layout, dropped = Layout(((rows,),)), min(dropped, rows - 1)
-    return reference.unpack_bits(layout, reference.draw_mask(layout, dropped, stream[1:].tolist())[0])[0]
+    draw = reference.draw_mask if native.library() is None else native.draw_mask   # the same bits, ten times as fast
+    return reference.unpack_bits(layout, draw(layout, dropped, stream[1:].tolist())[0])[0]
 
 
 def _stream(key: Sequence[int], group: int) -> np.ndarray:

@@ -2,6 +2,16 @@
 
 import pytest
 
+from dprs_kernels import allocator
+
+
+@pytest.fixture(autouse=True)
+def kept_memory(monkeypatch):
+    """Calls of keep_freed_memory: recorded, not made. It would hold for all tests that follow."""
+    calls = []
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda *limit: calls.append(limit) or True)
+    return calls
+
 
 def pytest_collection_modifyitems(items):
     """Interpreted tests are waited for last."""

@@ -1,7 +1,7 @@
 """Kept rows that end right before a page nobody may read, or begin right after one: run as a process of its own.
 
     python -m tests.guard_pages          exits 0, or dies of the first byte that a kernel reads beyond them
-    python -m tests.guard_pages beyond   reads one: dies
+    python -m tests.guard_pages before   reads the byte before them, or after: dies
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def sums(grads, keep):
     return [param.grad for param in params]
 
 
-def main(beyond):
+def main(touch):
     random = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for rate in (0.3, 0.9):
@@ -59,11 +59,11 @@ def main(beyond):
                 native.loaded().dprs_set_level(level)
                 for at_end in (False, True):
                     guarded = [between(values, at_end=at_end) for values in kept]
-                    if beyond:
+                    if touch and at_end == (touch == "after"):
                         ctypes.string_at(guarded[0].data_ptr() + (guarded[0].nbytes if at_end else -1), 1)
                     found = sums([RowGrads(*pair) for pair in zip(guarded, rows, strict=True)], keep)
                     assert all(map(torch.equal, found, expected)), (dtype, rate, level, at_end)
 
 
 if __name__ == "__main__":
-    main(beyond=len(sys.argv) > 1)
+    main(*sys.argv[1:] or [""])

@@ -1,6 +1,7 @@
 """keep_freed_memory: what it changes in a process of its own, and where it leaves things alone."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -8,11 +9,17 @@ import pytest
 
 from dprs_kernels import allocator
 
-# Five times 16 blocks of 8 MB, written and freed: 32768 pages a time where they come from the system.
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+real = allocator.keep_freed_memory   # conftest.py puts another in its place
+
+# Five times 16 blocks of 8 MB, written and freed: 32768 pages a time where they come from the system, 4 KB each (huge
+# pages would be few).
 FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
 from dprs_kernels.allocator import keep_freed_memory, kept
-done = len(sys.argv) > 1 and keep_freed_memory(2**28)
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+done = len(sys.argv) > 1 and keep_freed_memory(int(sys.argv[1]))
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def touch():
@@ -35,23 +42,39 @@ def run(*arguments, **variables):
 
 
 def test_blocks_that_are_freed_serve_again():
-    done, kept, with_it = run("keep")
-    if not done:
-        pytest.skip("not glibc")
+    done, kept, with_it = run(str(2**28))
+    assert done
     assert kept == 2**28
     assert with_it < 10_000
     # Left alone, glibc may or may not give blocks of this size back, by what was freed before them. Told to, it does:
     assert run(MALLOC_MMAP_THRESHOLD_="131072")[2] > 100_000   # the test can tell
 
 
+def test_a_limit_beyond_what_mallopt_takes_is_the_most():
+    assert run(str(2**40))[:2] == (True, 2**31 - 1)
+
+
 @pytest.mark.parametrize("variable", [*allocator.VARIABLES, "GLIBC_TUNABLES"])
 def test_the_environment_has_the_last_word(monkeypatch, variable):
     monkeypatch.setenv(variable, "glibc.malloc.trim_threshold=131072" if variable == "GLIBC_TUNABLES" else "131072")
-    before = allocator.kept()
-    assert not allocator.keep_freed_memory()
-    assert allocator.kept() == before
+    assert not real()
+    assert allocator.kept() == 0
+
+
+@pytest.mark.parametrize("library", allocator.OTHERS)
+def test_another_malloc_is_left_alone(monkeypatch, tmp_path, library):
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /usr/lib/lib{library}.so.2\n")
+    monkeypatch.setattr(allocator, "Path", lambda name: maps)
+    assert not real()
+    assert allocator.kept() == 0
+
+
+def test_other_systems_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not real()
 
 
 def test_a_negative_limit_is_refused():
     with pytest.raises(ValueError, match="limit: got -1; expected a number of bytes"):
-        allocator.keep_freed_memory(-1)
+        real(-1)

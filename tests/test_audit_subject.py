@@ -5,6 +5,7 @@ import torch
 
 from dprs_kernels import fused_rs_dp_step
 from dprs_kernels.privacy.audit.subject import BATCH, GIVEN, HELD, SIZES, Subject
+from dprs_kernels.structure import STRUCTURES
 
 SHAPES = ((4, 3), (5,), ())
 GRADS = [torch.arange(2.0 * torch.Size(shape).numel()).reshape(2, *shape) for shape in SHAPES]
@@ -70,3 +71,17 @@ def test_the_library_takes_them_all(held, given):
     subject = Subject(fused_rs_dp_step, "reference", 0, SIZES["tiny"], torch.device("cpu"))
     plain = subject.released([GRADS], noise=subject.source("x"))
     assert torch.equal(subject.released([GRADS], noise=subject.source("x"), held=held, given=given), plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_masks_of_every_structure_are_what_they_are_called(size):
+    """Where the suites look at masks, mixed ones drop rows here and coordinates there."""
+    for name in ("replay_shapes", "field_shapes"):
+        masks = {}
+        for structure in STRUCTURES:
+            subject = Subject(fused_rs_dp_step, "reference", 0, SIZES[size], torch.device("cpu"), structure)
+            shapes = getattr(subject, name)
+            masks[structure] = subject.mask(shapes, "S1").dense()
+            whole = [bool((part.any(1) == part.all(1)).all()) for part in masks[structure] if part.dim() == 2]
+            expected = {"coordinate": {False}, "row": {True}, "mixed": {True, False}}
+            assert set(whole) == expected[structure], (name, structure)

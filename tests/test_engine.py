@@ -168,9 +168,21 @@ class Fails(nn.Module):
         return self.layer(x)
 
 
-def test_activations_are_let_go_as_backward_goes_on():
+class Product(nn.Module):
+    """Without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("last", [nn.Linear(6, 2), Product()])
+def test_activations_are_let_go_as_backward_goes_on(last):
     """As in plain autograd: hooks that held them to the end of the pass cost memory, and new pages for what follows."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.Sigmoid(), last)
     held, alive = [], []
 
     def watch(module, args, output):

@@ -231,6 +231,58 @@ def test_layers_under_no_grad_and_checkpoints():
         per_sample(model).grads(nn.MSELoss(), x, torch.zeros(4, 2).double())
 
 
+class Own(nn.Module):
+    """Without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 5), nn.LayerNorm(5), Own()])
+def test_a_checkpoint_that_ends_in_a_layer_used_twice(layer):
+    """Its recomputation stops by an exception out of the last layer's forward, and no hook of ours is called then."""
+    def twice(s, x):
+        return s.c(checkpoint(lambda h: s.b(torch.tanh(s.b(h))), s.a(x), use_reentrant=False))
+
+    def blocks(s, x):
+        h = s.a(x)
+        for linear in (s.c, s.d):
+            h = checkpoint(lambda h, linear=linear: s.b(torch.tanh(linear(h))), h, use_reentrant=False)
+        return s.e(h)
+
+    x = torch.randn(4, 5).double()
+    agree(Net(twice, b=layer, **linear(a=5, c=2)), x)
+    agree(Net(blocks, b=layer, **linear(a=5, c=5, d=5, e=2)), x)
+
+
+def of_the_output(s, x):
+    out = s.b(s.a(x))
+    if out.requires_grad:
+        torch.autograd.grad(out.sum(), out, retain_graph=True)
+    return out
+
+
+def of_another_call(s, x):
+    h = s.a(x)
+    if h.requires_grad:
+        torch.autograd.grad(s.b(h).square().sum(), h, retain_graph=True)
+    return s.b(h)
+
+
+@pytest.mark.parametrize(
+    ("layer", "forward"),
+    [(nn.Linear(5, 5), of_the_output), (nn.Linear(5, 5), of_another_call), (Own(), of_another_call)],
+)
+def test_a_backward_inside_of_the_forward_is_refused(layer, forward):
+    """What it finds would be added to the samples' own gradients."""
+    with pytest.raises(ValueError, match=r"b: backward ran inside of the model's forward.*use FunctionalSource"):
+        per_sample(Net(forward, b=layer, **linear(a=5))).grads(nn.MSELoss(), torch.randn(4, 5), torch.zeros(4, 5))
+
+
 RANDOM = {
     "attention": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     "recurrent": Net(lambda s, x: s.cells(x)[0], cells=nn.LSTM(8, 4, 2, batch_first=True, dropout=0.2)),

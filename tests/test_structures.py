@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,10 @@ def command(table: list[str]) -> list[str]:
 
 
 def test_each_structure_is_run_once_and_shown(
-    table: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_memory: list[Any]
 ) -> None:
     assert cli.main([*command(table), "--seeds", "1", "--rates", "0.5"]) == 0
+    assert kept_memory == [()]   # the command's process is its own
     printed, err = capsys.readouterr()
     assert err == ""
     records = table1.read(tmp_path / "t.csv")

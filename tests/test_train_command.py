@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,11 +213,12 @@ def test_a_failed_run_exits_1(
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
 
 
-def test_row_masks_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_masks_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_memory: list[Any]) -> None:
     rows = ["--structure", "row", "--final-rate", "0.5", "--no-progress", "--out", str(tmp_path / "run")]
     assert cli.main([*SHORT, *rows]) == 0
     assert capsys.readouterr().err == ""
     assert RunFolder.open(tmp_path / "run").config.structure == "row"
+    assert kept_memory == [()]   # the command's process is its own
 
 
 @pytest.mark.parametrize(

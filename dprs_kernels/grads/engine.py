@@ -32,9 +32,11 @@ ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 
 
 def micro_batch_size(params: Named) -> int:
-    """Samples whose gradients take at most that, in fours: 32 for DP-CNN, 724 for DP-CNN/S."""
+    """Samples whose gradients take at most MICRO_BATCH_BYTES, in fours: 32 for DP-CNN, 724 for DP-CNN/S; or
+    WITH_KEPT_MEMORY: 68, 1448."""
     row = sum(param.numel() * param.element_size() for _, param in params)
-    samples = max((WITH_KEPT_MEMORY if allocator.kept() else MICRO_BATCH_BYTES) // row, 1)
+    kept = allocator.kept() >= WITH_KEPT_MEMORY and all(param.device.type == "cpu" for _, param in params)
+    samples = max((WITH_KEPT_MEMORY if kept else MICRO_BATCH_BYTES) // row, 1)
     return samples if samples < ROWS_AT_ONCE else samples // ROWS_AT_ONCE * ROWS_AT_ONCE
 
 

@@ -220,6 +220,7 @@ class HookSource:
         inputs = [a.detach() for a in (*args, *kwargs.values())]
 
         def take(e: torch.Tensor) -> None:
+            self._begin_backward(path)
             if wants(module, "weight") is not None:
                 check_versions(path, versions)
             # Under autocast outputs are bf16 and inputs may not be: sums over positions are made in fp32.
@@ -235,12 +236,23 @@ class HookSource:
             output = Tap.apply(whole, self._anchor(output.device))
         return hooked(output, take)
 
+    def _begin_backward(self, path: str) -> None:
+        """Of one layer. A checkpoint's recomputation ends by an exception out of its last layer, which then still has
+        constants for weights."""
+        if self._forward:
+            raise ValueError(
+                f"{path}: backward ran inside of the model's forward, or of loss_fn: what it finds would be added to "
+                "the samples' own gradients; use FunctionalSource"
+            )
+        self._restore()
+
     def _tap(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any, versions: Any) -> Any:
         def take(param: torch.Tensor, grad: torch.Tensor) -> None:
             if id(param) in self._names:
                 self._put(path, param, grad)
 
         def finish(cotangents: tuple[torch.Tensor, ...]) -> None:
+            self._begin_backward(path)
             check_versions(path, versions)
             active, self._grads = self._grads, None   # the hooks sleep while the layer is called again
             try:
@@ -249,6 +261,8 @@ class HookSource:
                 self._grads = active
             for param, grad in grads:
                 take(param, grad)
+            layer.values.clear()   # as in _catch
+            versions.clear()
 
         layer = Vjp(path, module, args, kwargs)
         call = self._call(path, lambda: layer.guess(output, self._samples))

@@ -74,7 +74,7 @@ def audit(
     backend: handed to the step, and what S5 takes words from.
     suites: some of S1 .. S6, None for all. seed: of data, coins and noise: the same seed gives the same report.
     size: "full" (PRIVACY.md's figures), "small" (a tenth), "tiny"; None is full, or tiny in Triton's interpreter.
-    structure: of the masks. "row": whole rows drop; gradients come with and without them.
+    structure: of the masks. "row", "mixed": whole rows drop; gradients come with and without them.
 
     A sound step fails a statistical test with probability 1e-6 (levels.py). An exception of the step is a failure:
     whether one is raised must not depend on private data.

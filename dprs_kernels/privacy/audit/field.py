@@ -37,7 +37,7 @@ class _Field:
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    shapes, steps = subject.size.field_shapes, subject.size.field_steps
+    shapes, steps = subject.field_shapes, subject.size.field_steps
     first = subject.mask(shapes, "S2")
     second = KeepMask.from_dense([~part for part in first.dense()])
     noise = subject.source("S2")

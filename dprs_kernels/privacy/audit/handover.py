@@ -32,7 +32,7 @@ GRID = 2.0**-20   # of sigma C = 1
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    shapes = subject.size.replay_shapes
+    shapes = subject.replay_shapes
     mask = subject.mask(shapes, "handover")
     masks = [mask] if subject.size.few else [mask, None]
     rows = torch.randn(ROWS, mask.size, generator=subject.generator("handover"))

@@ -18,6 +18,7 @@ from dprs_kernels.structure import WIDE, RowSet
 BATCH = 64   # expected_batch_size: not 1, so that a wrong divisor shows; a power of two, so that dividing is exact
 Step = Callable[..., None]
 Shapes = Sequence[tuple[int, ...]]
+NARROW = (6, 32)   # where mixed masks drop coordinates
 HELD = ("NaN", "none", "zeros", "numbers", "strided")                       # what p.grad is before the step
 GIVEN = ("list", "dict", "grad_sample", "grad_batch", "strided list")       # how one micro-batch comes
 
@@ -75,10 +76,13 @@ class Subject:
 
     @property
     def replay_shapes(self) -> Shapes:
-        """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie; mixed ones drop
-        rows where there are WIDE of them."""
-        more = {"coordinate": (), "row": ((6, 32),), "mixed": ((WIDE, 32),)}
+        """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie."""
+        more = {"coordinate": (), "row": ((6, 32),), "mixed": ((WIDE, 32), NARROW)}
         return (*self.size.replay_shapes, *more[self.structure])
+
+    @property
+    def field_shapes(self) -> Shapes:
+        return (*self.size.field_shapes, NARROW) if self.structure == "mixed" else self.size.field_shapes
 
     @property
     def ways(self) -> tuple[str, ...]:

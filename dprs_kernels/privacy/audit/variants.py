@@ -22,7 +22,7 @@ ROWS = 7
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    shapes = subject.size.replay_shapes
+    shapes = subject.replay_shapes
     generator = subject.generator("variants")
     data = torch.randn(ROWS, sum(math.prod(shape) for shape in shapes), generator=generator) * 0.1
     for dtype in DTYPES:
@@ -61,7 +61,7 @@ def _parameters(bench: Bench, dtype: torch.dtype, tried: str) -> Finding:
 
 def _per_layer(subject: Subject, generator: torch.Generator) -> Iterator[Finding]:
     """Bounds from one C and as a list; besides the canaries above, one of which only one tensor is over its bound."""
-    shapes: Shapes = subject.size.replay_shapes
+    shapes: Shapes = subject.replay_shapes
     if len(shapes) == 1:
         shapes = (*shapes, (5,))
     keep = subject.mask(shapes, "per_layer")
