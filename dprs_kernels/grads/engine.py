@@ -26,14 +26,15 @@ from dprs_kernels.structure import RowSet
 # Of per-sample gradients, if all were stored. Less starves the matrix products of small layers and pays more often for
 # what a micro-batch costs by itself (hooks and checks, 2 ms); more has larger activations, whose pages the system hands
 # out anew for each unless it was told not to (allocator.py). DP-CNN by rows at r = 0.9, over plain SGD at its best, at
-# 16, 32 and 64 samples: 0.98, 0.90, 1.01 in time, and 1.02, 0.93, 0.89 where freed memory is kept.
-MICRO_BATCH_BYTES, WITH_KEPT_MEMORY = 72 * 2**20, 144 * 2**20
+# 16, 32 and 64 samples: 0.98, 0.90, 1.01 in time. Where freed memory is kept, at 32, 44, 64 and 128: 0.87, 0.86, 0.84,
+# 0.85, and a step of 68 has 2.3 times the memory of plain SGD's, one of 44 has 1.5.
+MICRO_BATCH_BYTES, WITH_KEPT_MEMORY = 72 * 2**20, 96 * 2**20
 ROWS_AT_ONCE = 4   # that the kernels take together (csrc/sums.h)
 
 
 def micro_batch_size(params: Named) -> int:
     """Samples whose gradients take at most MICRO_BATCH_BYTES, in fours: 32 for DP-CNN, 724 for DP-CNN/S; or
-    WITH_KEPT_MEMORY: 68, 1448."""
+    WITH_KEPT_MEMORY: 44, 964."""
     row = sum(param.numel() * param.element_size() for _, param in params)
     kept = allocator.kept() >= WITH_KEPT_MEMORY and all(param.device.type == "cpu" for _, param in params)
     samples = max((WITH_KEPT_MEMORY if kept else MICRO_BATCH_BYTES) // row, 1)
