@@ -25,20 +25,24 @@ inline double factor(double norm, double bound, const Accumulate& a) {
   return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
 }
 
+struct RowRange {
+  int64_t begin, end;
+};
 struct Scratch {   // one thread's
   alignas(64) double rows[kRows][kTile] = {};   // gathered rows of any dtype
   double* factors;                              // [group][segments]
+  RowRange rows_of_group;                       // those in hand
 };
 alignas(64) const double kZeros[kTile] = {};
 
 inline int64_t first_of(const Accumulate& a, int64_t k) { return k * a.group; }
 inline int64_t count_of(const Accumulate& a, int64_t k) { return least(a.group, a.grads.samples - k * a.group); }
 
-// Calls f(first row, number of rows) for a group's rows, some at a time, the rest one by one.
-template <int AtOnce, class F> DPRS_INLINE void for_rows(int64_t count, F f) {
-  int64_t i = 0;
-  for (; i + AtOnce <= count; i += AtOnce) f(i, Constant<AtOnce>());
-  for (; i < count; ++i) f(i, Constant<1>());
+// Calls f(first row, number of rows) for some of a group's rows, a few at a time, the rest one by one.
+template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
+  int64_t i = rows.begin;
+  for (; i + AtOnce <= rows.end; i += AtOnce) f(i, Constant<AtOnce>());
+  for (; i < rows.end; ++i) f(i, Constant<1>());
 }
 
 // While a small group is in hand the next one comes from memory, half of it during norms and half during sums, which
@@ -62,7 +66,7 @@ template <class T, bool HasKeep, Sum How>
 void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k) {
   const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
   const double* factors = own.factors + a.clip.segment_of[tile.param];
-  for_rows<kRows>(count_of(a, k), [&](int64_t i, auto rows_at_once) {
+  for_rows<kRows>(own.rows_of_group, [&](int64_t i, auto rows_at_once) {
     constexpr int Rows = decltype(rows_at_once)::value;
     const T* rows[Rows];
     double f[Rows];
@@ -93,7 +97,7 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
   const Tile& tile = work.tiles[t];
   const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
   const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
-  for_rows<kNormRows>(count_of(a, k), [&](int64_t i, auto rows_at_once) {
+  for_rows<kNormRows>(own.rows_of_group, [&](int64_t i, auto rows_at_once) {
     constexpr int Rows = decltype(rows_at_once)::value;
     const T* rows[Rows];
     for (int r = 0; r < Rows; ++r)
@@ -121,16 +125,30 @@ void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, 
   }
 }
 
+inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
+  switch (a.grads.dtypes[work.tiles[t].param]) {
+    case DPRS_F32: visit_tile<float>(a, own, work, t, k, sums); break;
+    case DPRS_F64: visit_tile<double>(a, own, work, t, k, sums); break;
+    case DPRS_BF16: visit_tile<bf16>(a, own, work, t, k, sums); break;
+    default: visit_tile<fp16>(a, own, work, t, k, sums); break;
+  }
+}
+
+constexpr int64_t kStream = 16;   // tiles: 64 KB of fp32, and 128 KB of sums, which a core's own cache holds
+
+// A group that a cache holds: tile by tile. One that none holds comes from memory twice, and memory likes long streams:
+// norms take four rows from end to end, sums four rows of kStream tiles, then the next rows of these. 11M coordinates
+// take 2.1 reads of their gradients in the place of 2.75 (16 samples, interleaved, two EPYC cores; 2.0 is the floor).
 inline void visit_tiles(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k,
                         bool sums) {
-  const int64_t begin = work.first[share], end = work.first[share + 1];
-  for (int64_t n = begin; n < end; ++n) {
-    const int64_t t = sums && a.backwards ? begin + end - 1 - n : n;
-    switch (a.grads.dtypes[work.tiles[t].param]) {
-      case DPRS_F32: visit_tile<float>(a, own, work, t, k, sums); break;
-      case DPRS_F64: visit_tile<double>(a, own, work, t, k, sums); break;
-      case DPRS_BF16: visit_tile<bf16>(a, own, work, t, k, sums); break;
-      default: visit_tile<fp16>(a, own, work, t, k, sums); break;
+  const int64_t begin = work.first[share], end = work.first[share + 1], count = count_of(a, k);
+  const int64_t chunk = sums && a.backwards ? kStream : most(end - begin, 1), rows = a.backwards ? kRows : count;
+  for (int64_t c = 0; c < end - begin; c += chunk) {
+    const int64_t some = least(chunk, end - begin - c);
+    const int64_t first = sums && a.backwards ? end - c - some : begin + c;
+    for (int64_t i = 0; i < count; i += rows) {
+      own.rows_of_group = {i, least(i + rows, count)};
+      for (int64_t t = first; t < first + some; ++t) visit_tile(a, own, work, t, k, sums);
     }
   }
 }

@@ -16,7 +16,7 @@ from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, nati
 from dprs_kernels.backends import cpu
 from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.structure import STRUCTURES
-from tests.oracle import DTYPES, Setting, random_grads, run
+from tests.oracle import DTYPES, Setting, assert_true, random_grads, run
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -52,6 +52,27 @@ def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_l
     assert 0 in results
     for outs in results.values():
         assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sigma", [1.0, 0.0])
+def test_groups_that_no_cache_holds_give_the_same_bits(dtype, sigma):
+    """More than 16 MB: in long streams, the end first (csrc/accumulate.h). 13 samples are no whole number of fours."""
+    shapes = [(700, 613), (7,), (12_001,)]
+    samples = 13 if dtype.itemsize > 2 else 26
+    grads, keep = random_grads(shapes, samples, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads, group in ((2, 4), (2, samples - 2), (1, samples - 1), (5, samples)):
+            torch.set_num_threads(threads)
+            with cpu.group_size(group):
+                results.append(run("cpu", grads, keep, Setting(noise_multiplier=sigma)))
+    finally:
+        torch.set_num_threads(before)
+    for outs in results:
+        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
+    assert_true("cpu", grads, keep, Setting(noise_multiplier=sigma))
 
 
 @needs_native
