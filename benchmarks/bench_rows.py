@@ -58,7 +58,7 @@ def test_rows(benchmark: Any, results: Results, full: bool, seconds: float) -> N
         assert not wrong, wrong
     micro = default_micro(CASE.build())
     rows = [entry(name_of(rate), micro) for rate in rates]
-    plain = [entry(PLAIN, micro) for micro in (CASE.full_micros if full else CASE.micros)]
+    plain = [entry(PLAIN, size) for size in (CASE.full_micros if full else CASE.micros)]
     coordinates, floor = entry(OURS, micro), limit(CASE.batch, CASE.size)
     subject = Subject("rows", f"rows, {CASE.name}, {CASE.batch}", CASE.batch, CASE.size, 4 * CASE.batch * CASE.size,
                       tensors=len(list(CASE.build().parameters())))   # fmt: skip

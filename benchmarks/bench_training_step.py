@@ -153,8 +153,10 @@ def add_figures(
 def measure(case: Model, name: str, batch: int, results: Results) -> float | None:
     """MiB, at the micro-batch that stands for the contender in the race, or the first one where there was none."""
     row = standing(results.rows, case.race(batch), name)
-    ours = default_micro(case.build())
-    micro = ours if name == OURS else int(row.setting.split()[-1]) if row else case.peer_micros[0]
+    if name == OURS:
+        micro = default_micro(case.build())
+    else:
+        micro = int(row.setting.split()[-1]) if row else case.peer_micros[0]
     found = memory.measure("training", case.name, name, str(micro), str(batch))
     return None if found is None else float(found)
 

@@ -142,7 +142,7 @@ constexpr int64_t kStream = 16;   // tiles: 64 KB of fp32, and 128 KB of sums, w
 inline void visit_tiles(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k,
                         bool sums) {
   const int64_t begin = work.first[share], end = work.first[share + 1], count = count_of(a, k);
-  const int64_t chunk = sums && a.backwards ? kStream : most(end - begin, 1), rows = a.backwards ? kRows : count;
+  const int64_t chunk = sums && a.backwards ? kStream : end - begin, rows = a.backwards ? kRows : count;
   for (int64_t c = 0; c < end - begin; c += chunk) {
     const int64_t some = least(chunk, end - begin - c);
     const int64_t first = sums && a.backwards ? end - c - some : begin + c;

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprs_kernels import native, reference
+from dprs_kernels import reference
 from dprs_kernels.capture import capturing
 from dprs_kernels.layout import WORD, Layout
 from dprs_kernels.schedule import checked_rate
-from dprs_kernels.structure import STRUCTURES, Groups, RowSet, draw_rows, expanded, groups_of
+from dprs_kernels.structure import STRUCTURES, Groups, RowSet, draw_bits, draw_rows, expanded, groups_of
 
 
 def mask_key(seed: int, draw: int) -> tuple[int, int, int, int]:
@@ -240,8 +240,7 @@ def _draw(layout: Layout, dropped: int, key: tuple[int, int, int, int], device: 
         from dprs_kernels.backends import triton_mask
 
         return triton_mask.draw_mask(layout, dropped, key, device)[0]
-    make = native.draw_mask if native.library() is not None else reference.draw_mask
-    return make(layout, dropped, key)[0]
+    return draw_bits(layout, dropped, key)
 
 
 def _device_of(items: Sequence[Any]) -> torch.device:

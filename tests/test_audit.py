@@ -20,6 +20,7 @@ SMALL = {"noise x 0.99", "noise x 1.01", "noise cut at 4 sigma", "noise off by 0
          "norm forgets the last coordinate of a long row", "norm forgets tensors past the 64th"}   # fmt: skip
 # The finest and the farthest: all 256 x 65,537 values, all 2^21 + 5 coordinates.
 FULL = {"noise x 0.995", "noise repeats from coordinate 1,048,576 on"}
+structured = pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "coordinate"])
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_every_suite_passes_in_full(backend):
     assert (report.step, report.backend, report.seed) == ("fused_rs_dp_step", backend, 0)
 
 
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "coordinate"])
+@structured
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_suite_passes_with_structured_masks(backend, structure):
     report = audit(backend=backend, structure=structure, size="small")
@@ -53,7 +54,7 @@ def test_every_suite_passes_with_structured_masks(backend, structure):
     assert {finding.suite for finding in report.findings} == set(SUITES)
 
 
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "coordinate"])
+@structured
 @pytest.mark.parametrize("name", ["mask after clip", "mask by multiplication", "noise with another mask"])
 def test_faults_of_masks_are_caught_with_structured_masks(name, structure):
     suite, stages = FAULTS[name]

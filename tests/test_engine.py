@@ -14,7 +14,7 @@ from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.engine import Stream, StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.outer import OuterProducts
-from tests.test_hooks import agree
+from tests.test_hooks import Scale, agree
 
 
 class Block(nn.Module):
@@ -168,18 +168,7 @@ class Fails(nn.Module):
         return self.layer(x)
 
 
-class Product(nn.Module):
-    """Without a rule."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 2))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("last", [nn.Linear(6, 2), Product()])
+@pytest.mark.parametrize("last", [nn.Linear(6, 2), Scale(6)])   # with a rule, and without
 def test_activations_are_let_go_as_backward_goes_on(last):
     """As in plain autograd: hooks that held them to the end of the pass cost memory, and new pages for what follows."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.Sigmoid(), last)

@@ -13,7 +13,7 @@ from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.batch_loss import BatchLoss
 from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.outer import OuterProducts
-from tests.test_hooks import agree, truth
+from tests.test_hooks import Scale, agree, truth
 from tests.test_mixing import Net
 
 
@@ -231,18 +231,7 @@ def test_layers_under_no_grad_and_checkpoints():
         per_sample(model).grads(nn.MSELoss(), x, torch.zeros(4, 2).double())
 
 
-class Own(nn.Module):
-    """Without a rule."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 5))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(5, 5), nn.LayerNorm(5), Own()])
+@pytest.mark.parametrize("layer", [nn.Linear(5, 5), nn.LayerNorm(5), Scale(5)])
 def test_a_checkpoint_that_ends_in_a_layer_used_twice(layer):
     """Its recomputation stops by an exception out of the last layer's forward, and no hook of ours is called then."""
     def twice(s, x):
@@ -275,7 +264,7 @@ def of_another_call(s, x):
 
 @pytest.mark.parametrize(
     ("layer", "forward"),
-    [(nn.Linear(5, 5), of_the_output), (nn.Linear(5, 5), of_another_call), (Own(), of_another_call)],
+    [(nn.Linear(5, 5), of_the_output), (nn.Linear(5, 5), of_another_call), (Scale(5), of_another_call)],
 )
 def test_a_backward_inside_of_the_forward_is_refused(layer, forward):
     """What it finds would be added to the samples' own gradients."""

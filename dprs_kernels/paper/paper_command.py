@@ -1,4 +1,4 @@
-"""`dprs paper table1`: runs rows of the paper's Table 1, and shows ours beside the paper's. torch comes after parsing.
+"""`dprs paper table1`: runs rows of the paper's Table 1, and shows ours beside the paper's.
 
     paper table1 --rows fmnist-dp-cnn-s-eps3 --seeds 3     the runs that the CSV file lacks; after Ctrl-C the same
     paper table1 --show                                    means and standard errors
@@ -17,8 +17,7 @@ from typing import Any
 from dprs_kernels.paper import structures as of_structures
 from dprs_kernels.paper import table1, table1_text
 from dprs_kernels.paper.table1 import METHODS, Job, Row
-
-STRUCTURES = ("coordinate", "row", "mixed")   # of dprs_kernels/structure.py, which imports torch
+from dprs_kernels.structure import STRUCTURES
 
 CSV = "benchmarks/data/table1.csv"
 EPILOG = f"""Rows: {', '.join(table1.ROWS)}. A run takes minutes (dp-cnn-s) to hours (dp-cnn) of one core. After Ctrl-C

@@ -77,7 +77,7 @@ class Subject:
     @property
     def replay_shapes(self) -> Shapes:
         """Row masks: also with rows of 32 coordinates, which the Triton kernels read where they lie."""
-        more = {"coordinate": (), "row": ((6, 32),), "mixed": ((WIDE, 32), NARROW)}
+        more = {"coordinate": (), "row": (NARROW,), "mixed": ((WIDE, 32), NARROW)}
         return (*self.size.replay_shapes, *more[self.structure])
 
     @property
