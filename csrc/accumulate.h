@@ -45,20 +45,37 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
   for (; i < rows.end; ++i) f(i, Constant<1>());
 }
 
-// While a small group is in hand the next one comes from memory, half of it during norms and half during sums, which
-// take as long as each other: computing and reading overlap, and DP-CNN/S takes 1.3 reads of its gradients in the place
-// of 1.4 to 1.5 (interleaved medians, two EPYC cores with AVX-512). Of a group that only the last-level cache holds the
-// next comes during sums, when memory has nothing else to do: there is no room for all of it, and still DP-CNN takes 1.39
-// to 1.71 reads in the place of 1.51 to 1.86 (best of 21, eight interleaved runs; memory ran at 35 or at 55 GB/s). Sums
-// and the next norms in turn, tile by tile or 64 tiles at a time, were slower: neither of them is then a long stream.
-// Of this tile, rows [i + From, i + Until) of group k + 1; where there are none, the rows at hand.
-template <int From, int Until, class T>
-Ahead<T, Until - From> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
+// What memory is asked for, besides what hardware sees coming, goes by the cache that holds a group:
+//   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, which is
+//           the end of a tile of fp32: norms ask for the first lines of the tile that comes next (`begin_next`).
+//   shared  (DP-CNN, 2.2 MB a row.) During sums memory has nothing to do: they ask for all of the next group
+//           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that
+//           sums read do not come back to it: they are read as not to be kept (fold_words, kLast).
+//   none    Nothing.
+// Reads of its gradients that accumulate takes, on two EPYC cores with AVX-512 (interleaved, best of 25), where memory
+// gives 35 GB/s | 50 GB/s:
+//   DP-CNN    1.31 | 1.48   rows kept after sums: 1.48 | 1.51; and no next group: 1.57 | 1.65
+//   DP-CNN/S  1.35 | 1.43   nothing asked for: 1.44 | 1.58; the next group, half by norms, half by sums: 1.36 | 1.65
+// A core drops requests that its queue has no room for, and rows with holes are slower than rows that are not there: a
+// part of the next group, for example a quarter of each row, was slower than all of it and than none. So were sums of a
+// group and norms of the next in turn, by 1 to 48 tiles or in one inner loop.
+constexpr int kFirst = 256;   // bytes of a tile's row; 64 to 512 are as good
+
+template <class T, int Rows>
+DPRS_INLINE void begin_next(const Accumulate& a, const Work& work, int64_t t, const T* const* rows) {
+  const Tile& tile = work.tiles[t];
+  if (t + 1 == work.count || work.tiles[t + 1].param != tile.param || !in_place(a.grads, tile)) return;
+  for (size_t at = 0; at < kFirst / sizeof(T); at += 64 / sizeof(T))
+    for (int r = 0; r < Rows; ++r) __builtin_prefetch(rows[r] + kTile + at, 0, 2);
+}
+
+// Of this tile, the same rows of group k + 1; where there are none, those at hand.
+template <int Rows, class T>
+Ahead<T, Rows> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
   const int64_t first = first_of(a, k + 1) + i;
-  const bool wanted = in_place(a.grads, tile) && first + Until <= a.grads.samples;
-  Ahead<T, Until - From> ahead;
-  for (int r = From; r < Until; ++r)
-    ahead.rows[r - From] = wanted ? row_of<T>(a.grads, tile, first + r, nullptr) : rows[r];
+  const bool wanted = in_place(a.grads, tile) && first + Rows <= a.grads.samples;
+  Ahead<T, Rows> ahead;
+  for (int r = 0; r < Rows; ++r) ahead.rows[r] = wanted ? row_of<T>(a.grads, tile, first + r, nullptr) : rows[r];
   return ahead;
 }
 
@@ -79,8 +96,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
     const auto add = [&](const auto& next) {
       add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
     };
-    if (a.ahead) add(rows_ahead<Rows / 2, Rows>(a, tile, k, i, rows));
-    else if (!a.backwards) add(rows_ahead<0, Rows>(a, tile, k, i, rows));
+    if (a.cache == Cache::shared) add(rows_ahead<Rows>(a, tile, k, i, rows));
     else add(Ahead<T, 0>());
   });
 }
@@ -102,12 +118,9 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
     const T* rows[Rows];
     for (int r = 0; r < Rows; ++r)
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
+    if (a.cache == Cache::own) begin_next<T, Rows>(a, work, t, rows);
     double* out = a.partial[k & 1] + t * a.group + i;
-    const auto norms = [&](const auto& next) {
-      square_norms<HasKeep, Rows>(rows, next, keep, tile.blocks, tile.length, scale, out);
-    };
-    if (a.ahead) norms(rows_ahead<0, Rows / 2>(a, tile, k, i, rows));
-    else norms(Ahead<T, 0>());
+    square_norms<HasKeep, Rows>(rows, keep, tile.blocks, tile.length, scale, out);
   });
 }
 
@@ -142,10 +155,11 @@ constexpr int64_t kStream = 16;   // tiles: 64 KB of fp32, and 128 KB of sums, w
 inline void visit_tiles(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k,
                         bool sums) {
   const int64_t begin = work.first[share], end = work.first[share + 1], count = count_of(a, k);
-  const int64_t chunk = sums && a.backwards ? kStream : end - begin, rows = a.backwards ? kRows : count;
+  const bool held = a.cache != Cache::none;
+  const int64_t chunk = sums && !held ? kStream : end - begin, rows = held ? count : kRows;
   for (int64_t c = 0; c < end - begin; c += chunk) {
     const int64_t some = least(chunk, end - begin - c);
-    const int64_t first = sums && a.backwards ? end - c - some : begin + c;
+    const int64_t first = sums && !held ? end - c - some : begin + c;
     for (int64_t i = 0; i < count; i += rows) {
       own.rows_of_group = {i, least(i + rows, count)};
       for (int64_t t = first; t < first + some; ++t) visit_tile(a, own, work, t, k, sums);

@@ -68,7 +68,7 @@ void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_c
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
   dprs::Barrier barrier;
   kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
-                        group * row > dprs::kCache, group * row <= threads * dprs::kOwnCache,
+                        dprs::cache_of(group * row, threads),
                         {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
                        {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
 }

@@ -43,6 +43,9 @@ struct alignas(64) Barrier {
   alignas(64) int64_t generation = 0;
 };
 
+// The nearest cache that holds a group of samples from its norms to its sums: the cores' own, the shared one, or none.
+enum class Cache : uint8_t { own, shared, none };
+
 struct Accumulate {
   dprs_grads grads;
   dprs_clip clip;
@@ -53,8 +56,7 @@ struct Accumulate {
   char* acc;           // [padded] int64 or float64
   double* norms;       // null or [N, segments]
   int64_t group;       // samples per group
-  bool backwards;      // no cache holds a group: sum the tiles in reverse, ask for nothing
-  bool ahead;          // groups are small: the next is asked for from memory during norms, too, not only during sums
+  Cache cache;         // what holds a group
   double* partial[2];  // [tiles][group] squared norms; two groups are in flight
   double* factors;     // [threads][stride], of which [group][segments] are used
   int64_t stride;

@@ -25,11 +25,10 @@ DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
-// out[r] = s^2 times the sum of squares of row r. The rows at hand are not prefetched: one core follows four rows at
-// 27 GB/s, one row at 19, and naming the lines that come next made it 2 to 4 % slower.
-template <bool HasKeep, int Rows, class T, int Count>
-inline void square_norms(const T* const* rows, const Ahead<T, Count>& ahead, const uint32_t* keep, uint32_t blocks,
-                         int64_t length, double scale, double* out) {
+// out[r] = s^2 times the sum of squares of row r. Four rows at once: one core follows these at 27 GB/s, one row at 19.
+template <bool HasKeep, int Rows, class T>
+inline void square_norms(const T* const* rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
+                         double* out) {
   constexpr int kSums = kNormLanes / kStep;
   struct Sums {
     f32v of[Rows][kSums];
@@ -49,7 +48,7 @@ inline void square_norms(const T* const* rows, const Ahead<T, Count>& ahead, con
       return acc;
     };
     const int64_t end = least(begin + kBlock, length);
-    const Sums block = fold_words<Rows>(rows, ahead, HasKeep ? keep : nullptr, begin, end, Sums{}, squares);
+    const Sums block = fold_words<Rows>(rows, Ahead<T, 0>(), HasKeep ? keep : nullptr, begin, end, Sums{}, squares);
     const auto& acc = block.of;
     for (int r = 0; r < Rows; ++r) {   // 16 lanes to 8 in fp32, then float64
       if constexpr (kSums == 1) {      // AVX-512: one register holds the 16
@@ -67,14 +66,14 @@ inline void square_norms(const T* const* rows, const Ahead<T, Count>& ahead, con
 }
 
 // fp64: squares in float64.
-template <bool HasKeep, int Rows, int Count>
-inline void square_norms(const double* const* rows, const Ahead<double, Count>& ahead, const uint32_t* keep,
-                         uint32_t blocks, int64_t length, double scale, double* out) {
+template <bool HasKeep, int Rows>
+inline void square_norms(const double* const* rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
+                         double* out) {
   constexpr int kSums = 8 / kLanes;
   f64v total[Rows][kSums] = {};
   for (int64_t begin = 0; begin < length; begin += kBlock) {
     if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;
-    for_words<Rows>(rows, ahead, HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
+    for_words<Rows>(rows, Ahead<double, 0>(), HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
                     [&](const double* const* p, int64_t at, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v)
         for (int r = 0; r < Rows; ++r) {

@@ -279,10 +279,12 @@ template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, Lanes m) {
 template <class T, int Count> struct Ahead {
   const T* rows[Count + 1];   // one more: Count may be 0
 };
+constexpr int kLast = 2048;   // bytes before it is read that a line is named as not to be kept; 256 to 4096 are as good
 
-// state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time; `next` comes
-// from memory meanwhile, as far as a core's second cache. A row may end at the end of its allocation, so the last odd
-// values are seen through a zero-padded copy.
+// state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time. Meanwhile
+// `next` comes from memory as far as a core's second cache; where there is such, the rows at hand are read for the last
+// time, as not to be kept. A row may end at the end of its allocation, so the last odd values are seen through a
+// zero-padded copy.
 template <int Rows, class T, int Count, class State, class F>
 DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count>& next, const uint32_t* keep, int64_t begin,
                              int64_t end, State state, F f) {
@@ -299,8 +301,10 @@ DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count>& next, 
       last[r] = tails[r];
     }
   for (int64_t c = begin; c < whole; c += kWord) {
-    for (int r = 0; r < Count; ++r)
-      for (int at = 0; at < kWord; at += 64 / sizeof(T)) __builtin_prefetch(ahead.rows[r] + c + at, 0, 2);
+    for (int at = 0; at < kWord; at += 64 / sizeof(T)) {
+      for (int r = 0; r < Count; ++r) __builtin_prefetch(ahead.rows[r] + c + at, 0, 2);
+      for (int r = 0; r < Rows && Count > 0; ++r) __builtin_prefetch(own[r] + c + at + kLast / sizeof(T), 0, 0);
+    }
     state = f(state, own, c, c, keep ? keep[c / kWord] : ~0u);
   }
   if (whole < end) state = f(state, last, 0, whole, keep ? keep[whole / kWord] : ~0u);

@@ -92,6 +92,10 @@ inline int64_t row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
 constexpr int64_t kCache = 16 << 20;   // what can be hoped for of a shared last-level cache
 constexpr int64_t kOwnCache = 256 << 10;   // a thread's group: half, or a quarter, of its core's own cache
 
+inline Cache cache_of(int64_t bytes, int64_t threads) {   // of a group
+  return bytes <= threads * kOwnCache ? Cache::own : bytes <= kCache ? Cache::shared : Cache::none;
+}
+
 // Samples per group. Small rows: kOwnCache a thread, so that sums read what norms have left there (DP-CNN/S, rows of
 // 104 KB: 4 rows are 4 to 10 % faster than 8). Large rows: 4, the rows that one pass over the accumulator takes; more
 // would push the group out of the last-level cache (8 rows of 2.2 MB cost 30 % on 32 MB). Rows that no cache holds are

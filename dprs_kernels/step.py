@@ -146,11 +146,12 @@ class PrivateSum:
     def step(self, grad_samples: Any = None) -> None:
         """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one."""
         fused = getattr(self._backend, "step_", None)
-        batches, sources = self._micro_batches(grad_samples)
-        if fused is None or len(batches) != 1 or self._total is not None:
-            self.add(grad_samples)
+        found = None if fused is None or self._total is not None else self._micro_batches(grad_samples)
+        if fused is None or found is None or len(found[0]) != 1:
+            self.add(grad_samples)   # checks what it gets: not here as well, which took 1 % of a small step
             self.release()
             return
+        batches, sources = found
         self._check_open("step")
         outs = [_gradient_of(param) for param in self.params]
         stream = self._close()
