@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dprs_kernels import backends, inputs, reference
+from dprs_kernels.allocator import in_large_pages
 from dprs_kernels.capture import capturing
 from dprs_kernels.layout import Layout
 from dprs_kernels.mask import KeepMask
@@ -224,9 +225,10 @@ class PrivateSum:
     def _sum(self) -> torch.Tensor:
         if self._total is None:
             self.__dict__["_captured"] = capturing(self.params[0].device)
-            self.__dict__["_total"] = torch.zeros(
+            total = torch.empty(
                 self.plan.layout.padded, dtype=reference.total_dtype(self.plan), device=self.params[0].device
             )
+            self.__dict__["_total"] = in_large_pages(total).zero_()
         assert self._total is not None
         return self._total
 
@@ -260,7 +262,7 @@ def _gradient_of(param: torch.Tensor) -> torch.Tensor:
     held = param.grad
     if held is not None and held.dtype == param.dtype and held.is_contiguous() and not held.requires_grad:
         return held
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    return in_large_pages(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
 
 def fused_rs_dp_step(
