@@ -48,6 +48,7 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
 // What memory is asked for, besides what hardware sees coming, goes by the cache that holds a group:
 //   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, which is
 //           the end of a tile of fp32: norms ask for the first lines of the tile that comes next (`begin_next`).
+//           16 bits have twice the work a byte: as shared.
 //   shared  (DP-CNN, 2.2 MB a row.) During sums memory has nothing to do: they ask for all of the next group
 //           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that
 //           sums read do not come back to it: they are read as not to be kept (fold_words, kLast).
@@ -56,9 +57,14 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
 // gives 35 GB/s | 50 GB/s:
 //   DP-CNN    1.31 | 1.48   rows kept after sums: 1.48 | 1.51; and no next group: 1.57 | 1.65
 //   DP-CNN/S  1.35 | 1.43   nothing asked for: 1.44 | 1.58; the next group, half by norms, half by sums: 1.36 | 1.65
+//   DP-CNN/S in bf16, the whole step: 2.2 at 45 GB/s   by `begin_next`: 2.5; half by norms, half by sums: 2.3
 // A core drops requests that its queue has no room for, and rows with holes are slower than rows that are not there: a
 // part of the next group, for example a quarter of each row, was slower than all of it and than none. So were sums of a
 // group and norms of the next in turn, by 1 to 48 tiles or in one inner loop.
+template <class T> bool sums_ask(const Accumulate& a) {
+  return a.cache == Cache::shared || (a.cache == Cache::own && sizeof(T) < 4);
+}
+
 constexpr int kFirst = 256;   // bytes of a tile's row; 64 to 512 are as good
 
 template <class T, int Rows>
@@ -96,7 +102,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
     const auto add = [&](const auto& next) {
       add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
     };
-    if (a.cache == Cache::shared) add(rows_ahead<Rows>(a, tile, k, i, rows));
+    if (sums_ask<T>(a)) add(rows_ahead<Rows>(a, tile, k, i, rows));
     else add(Ahead<T, 0>());
   });
 }
@@ -118,7 +124,7 @@ void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t 
     const T* rows[Rows];
     for (int r = 0; r < Rows; ++r)
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
-    if (a.cache == Cache::own) begin_next<T, Rows>(a, work, t, rows);
+    if (a.cache == Cache::own && !sums_ask<T>(a)) begin_next<T, Rows>(a, work, t, rows);
     double* out = a.partial[k & 1] + t * a.group + i;
     square_norms<HasKeep, Rows>(rows, keep, tile.blocks, tile.length, scale, out);
   });
