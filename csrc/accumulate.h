@@ -48,8 +48,7 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
 // What memory is asked for, besides what hardware sees coming, goes by the cache that holds a group:
 //   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, which is
 //           the end of a tile of fp32: norms ask for the first lines of the tile that comes next (`begin_next`).
-//           16 bits have twice the work a byte: as shared. What sums read is not to be kept here either: the shared
-//           cache then still holds the rest of the program after a step (1 % of DP-CNN/S's, by its Python alone).
+//           16 bits have twice the work a byte: as shared.
 //   shared  (DP-CNN, 2.2 MB a row.) During sums memory has nothing to do: they ask for all of the next group
 //           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that
 //           sums read do not come back to it: they are read as not to be kept (fold_words, kLast).
@@ -78,10 +77,10 @@ DPRS_INLINE void begin_next(const Accumulate& a, const Work& work, int64_t t, co
 
 // Of this tile, the same rows of group k + 1; where there are none, those at hand.
 template <int Rows, class T>
-Ahead<T, Rows, true> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
+Ahead<T, Rows> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
   const int64_t first = first_of(a, k + 1) + i;
   const bool wanted = in_place(a.grads, tile) && first + Rows <= a.grads.samples;
-  Ahead<T, Rows, true> ahead;
+  Ahead<T, Rows> ahead;
   for (int r = 0; r < Rows; ++r) ahead.rows[r] = wanted ? row_of<T>(a.grads, tile, first + r, nullptr) : rows[r];
   return ahead;
 }
@@ -104,8 +103,7 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k
       add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
     };
     if (sums_ask<T>(a)) add(rows_ahead<Rows>(a, tile, k, i, rows));
-    else if (a.cache == Cache::own) add(Ahead<T, 0, true>());
-    else add(Ahead<T, 0, false>());
+    else add(Ahead<T, 0>());
   });
 }
 

@@ -48,7 +48,7 @@ inline void square_norms(const T* const* rows, const uint32_t* keep, uint32_t bl
       return acc;
     };
     const int64_t end = least(begin + kBlock, length);
-    const Sums block = fold_words<Rows>(rows, Ahead<T, 0, false>(), HasKeep ? keep : nullptr, begin, end, Sums{}, squares);
+    const Sums block = fold_words<Rows>(rows, Ahead<T, 0>(), HasKeep ? keep : nullptr, begin, end, Sums{}, squares);
     const auto& acc = block.of;
     for (int r = 0; r < Rows; ++r) {   // 16 lanes to 8 in fp32, then float64
       if constexpr (kSums == 1) {      // AVX-512: one register holds the 16
@@ -73,7 +73,7 @@ inline void square_norms(const double* const* rows, const uint32_t* keep, uint32
   f64v total[Rows][kSums] = {};
   for (int64_t begin = 0; begin < length; begin += kBlock) {
     if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;
-    for_words<Rows>(rows, Ahead<double, 0, false>(), HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
+    for_words<Rows>(rows, Ahead<double, 0>(), HasKeep ? keep : nullptr, begin, least(begin + kBlock, length),
                     [&](const double* const* p, int64_t at, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v)
         for (int r = 0; r < Rows; ++r) {

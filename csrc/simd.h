@@ -276,24 +276,24 @@ template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, Lanes m) {
 
 // Rows that will be wanted soon, in the columns of those at hand. Their number is a constant: a loop that counts them
 // costs more than a needless request.
-// Last: those at hand are read for the last time.
-template <class T, int Count, bool Last> struct Ahead {
+template <class T, int Count> struct Ahead {
   const T* rows[Count + 1];   // one more: Count may be 0
 };
 constexpr int kLast = 2048;   // bytes before it is read that a line is named as not to be kept; 256 to 4096 are as good
 
 // state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time. Meanwhile
-// `next` comes from memory as far as a core's second cache, and rows that are read for the last time are named as not to
-// be kept. A row may end at the end of its allocation, so the last odd values are seen through a zero-padded copy.
-template <int Rows, class T, int Count, bool Last, class State, class F>
-DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count, Last>& next, const uint32_t* keep, int64_t begin,
+// `next` comes from memory as far as a core's second cache; where there is such, the rows at hand are read for the last
+// time, as not to be kept. A row may end at the end of its allocation, so the last odd values are seen through a
+// zero-padded copy.
+template <int Rows, class T, int Count, class State, class F>
+DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count>& next, const uint32_t* keep, int64_t begin,
                              int64_t end, State state, F f) {
   const int64_t whole = begin + (end - begin) / kWord * kWord;
   const T* own[Rows];   // a copy: the compiler then knows that what f stores leaves the addresses alone
   const T* last[Rows];
   T tails[Rows][kWord];
   for (int r = 0; r < Rows; ++r) own[r] = rows[r];
-  const Ahead<T, Count, Last> ahead = next;
+  const Ahead<T, Count> ahead = next;
   if (whole < end)   // before the loop: a call behind it would keep the state out of registers within it
     for (int r = 0; r < Rows; ++r) {
       std::memset(tails[r], 0, sizeof tails[r]);
@@ -303,7 +303,7 @@ DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count, Last>& 
   for (int64_t c = begin; c < whole; c += kWord) {
     for (int at = 0; at < kWord; at += 64 / sizeof(T)) {
       for (int r = 0; r < Count; ++r) __builtin_prefetch(ahead.rows[r] + c + at, 0, 2);
-      for (int r = 0; r < Rows && Last; ++r) __builtin_prefetch(own[r] + c + at + kLast / sizeof(T), 0, 0);
+      for (int r = 0; r < Rows && Count > 0; ++r) __builtin_prefetch(own[r] + c + at + kLast / sizeof(T), 0, 0);
     }
     state = f(state, own, c, c, keep ? keep[c / kWord] : ~0u);
   }
@@ -312,8 +312,8 @@ DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count, Last>& 
 }
 
 // The same without a state.
-template <int Rows, class T, int Count, bool Last, class F>
-DPRS_INLINE void for_words(const T* const* rows, const Ahead<T, Count, Last>& ahead, const uint32_t* keep, int64_t begin,
+template <int Rows, class T, int Count, class F>
+DPRS_INLINE void for_words(const T* const* rows, const Ahead<T, Count>& ahead, const uint32_t* keep, int64_t begin,
                            int64_t end, F f) {
   fold_words<Rows>(rows, ahead, keep, begin, end, 0, [&f](int, const T* const* p, int64_t at, int64_t c, uint32_t word) {
     f(p, at, c, word);

@@ -70,9 +70,9 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
 }
 
 // acc: 8 bytes a coordinate, padded to 32 coordinates like the keep bits.
-template <class T, bool HasKeep, Sum How, int Rows, int Count, bool Last>
-inline void add_rows(const T* const* rows, const Ahead<T, Count, Last>& ahead, const double* factors,
-                     const uint32_t* keep, uint32_t blocks, int64_t length, char* acc) {
+template <class T, bool HasKeep, Sum How, int Rows, int Count>
+inline void add_rows(const T* const* rows, const Ahead<T, Count>& ahead, const double* factors, const uint32_t* keep,
+                     uint32_t blocks, int64_t length, char* acc) {
   struct {
     typename FactorOf<T, How>::type f[Rows];
   } own;
