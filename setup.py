@@ -15,8 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # -ffp-contract=off: a*b + c rounds twice everywhere, so that all instruction sets give the same bits.
-# -falign-loops=64: a loop starts with a cache line. Without it a change elsewhere moved a step by up to 4 %.
-FLAGS = ["-std=c++17", "-O3", "-falign-loops=64", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
          "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 LEVELS = {"csrc/isa_baseline.cpp": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
