@@ -53,11 +53,11 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
 //           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that
 //           sums read do not come back to it: they are read as not to be kept (fold_words, kLast).
 //   none    Nothing.
-// Reads of its gradients that accumulate takes, on two EPYC cores with AVX-512 (interleaved, best of 25), where memory
-// gives 35 GB/s | 50 GB/s:
-//   DP-CNN    1.31 | 1.48   rows kept after sums: 1.48 | 1.51; and no next group: 1.57 | 1.65
-//   DP-CNN/S  1.35 | 1.43   nothing asked for: 1.44 | 1.58; the next group, half by norms, half by sums: 1.36 | 1.65
-//   DP-CNN/S in bf16, the whole step: 2.2 at 45 GB/s   by `begin_next`: 2.5; half by norms, half by sums: 2.3
+// Reads of its gradients that accumulate takes, on two EPYC cores with AVX-512, where memory gives 37 | 50 GB/s
+// (interleaved, best of 24 to 90, one read of them before each: what ran before leaves more or less in the caches):
+//   DP-CNN    1.31 | 1.53   rows kept after sums: 1.55 | 1.63; and no next group asked for: 1.63 at 50
+//   DP-CNN/S  1.44 | 1.53   nothing asked for: 1.48 | 1.63; the next group, half by norms, half by sums: 1.41 | 1.68
+//   DP-CNN/S in bf16, the whole step: 2.3   by `begin_next`: 2.6; half by norms, half by sums: 2.3
 // A core drops requests that its queue has no room for, and rows with holes are slower than rows that are not there: a
 // part of the next group, for example a quarter of each row, was slower than all of it and than none. So were sums of a
 // group and norms of the next in turn, by 1 to 48 tiles or in one inner loop.
