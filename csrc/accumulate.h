@@ -46,8 +46,8 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
 }
 
 // What memory is asked for, besides what hardware sees coming, goes by the cache that holds a group:
-//   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, which is
-//           the end of a tile of fp32: norms ask for the first lines of the tile that comes next (`begin_next`).
+//   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, and a
+//           tile of fp32 is as long as one: norms ask for the first lines of the tile that comes next (`begin_next`).
 //           16 bits have twice the work a byte: as shared.
 //   shared  (DP-CNN, 2.2 MB a row.) During sums memory has nothing to do: they ask for all of the next group
 //           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that

@@ -3,7 +3,7 @@
 // A vector is V::lanes float64 wide in the widest native register of the translation unit: 2 lanes
 // (baseline x86-64, NEON), 4 (AVX2) or 8 (AVX-512). GCC/Clang vector extensions give + - * / & | ^ << >>
 // and comparisons lane by lane, so results depend on the lane *order* that the kernels fix, never on the
-// register width: all instruction sets return the same bits (tests/test_dispatch.py).
+// register width: all instruction sets return the same bits (tests/test_native.py).
 // Built with -ffp-contract=off; the only fused multiply-add is `madd_exact`, whose product is exact.
 #pragma once
 #include <cstdint>

@@ -119,7 +119,9 @@ class PrivateSum:
     def add(self, grad_samples: Any = None) -> None:
         """Adds one micro-batch [N, *shape] per parameter; N = 0 is an ordinary micro-batch."""
         self._check_open("add")
-        batches, sources = self._micro_batches(grad_samples)
+        self._add(*self._micro_batches(grad_samples))
+
+    def _add(self, batches: Sequence[inputs.MicroBatch], sources: Sequence[str]) -> None:
         for batch in batches:
             self._used.add(self.names, batch)
         for batch in batches:
@@ -146,14 +148,13 @@ class PrivateSum:
     @torch.no_grad()
     def step(self, grad_samples: Any = None) -> None:
         """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one."""
+        self._check_open("step")
         fused = getattr(self._backend, "step_", None)
-        found = None if fused is None or self._total is not None else self._micro_batches(grad_samples)
-        if fused is None or found is None or len(found[0]) != 1:
-            self.add(grad_samples)   # checks what it gets: not here as well, which took 1 % of a small step
+        batches, sources = self._micro_batches(grad_samples)
+        if fused is None or len(batches) != 1 or self._total is not None:
+            self._add(batches, sources)
             self.release()
             return
-        batches, sources = found
-        self._check_open("step")
         outs = [_gradient_of(param) for param in self.params]
         stream = self._close()
         norms = fused(outs, self._sum(), self._taken(batches[0]), self._bits(), self.plan, stream.key, stream.step)

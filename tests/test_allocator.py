@@ -1,7 +1,9 @@
 """keep_freed_memory: what it changes in a process of its own, and where it leaves things alone; large pages."""
 
+import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dprs_kernels import allocator
+from dprs_kernels import NoiseSource, allocator, fused_rs_dp_step, step
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 real = allocator.keep_freed_memory   # conftest.py puts another in its place
@@ -82,39 +84,50 @@ def test_a_negative_limit_is_refused():
         real(-1)
 
 
-# Two steps of 9.4M coordinates; the second one's page faults. Its sum takes 75 MB, its p.grad 38 MB.
-STEPS = """
-import ctypes, resource, sys, torch
-from dprs_kernels import NoiseSource, fused_rs_dp_step
-PR_SET_THP_DISABLE = 41
-if len(sys.argv) > 1:
-    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
-param, noise = torch.nn.Parameter(torch.ones(3000, 3137)), NoiseSource()
-grads = torch.ones(1, *param.shape)
-for _ in range(2):
-    param.grad = None
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    fused_rs_dp_step([param], max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, noise=noise,
-                     grad_samples=[grads])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+needs_large_pages = pytest.mark.skipif(not THP.exists() or not Path("/proc/self/smaps").exists(),
+                                       reason="the system has no large pages, or does not say who asked for them")
+ASKED = "hg"   # of VmFlags: MADV_HUGEPAGE
 
 
-@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="the system has no large pages")
-def test_what_malloc_never_keeps_comes_in_large_pages():
-    def faults(*arguments):
-        done = subprocess.run([sys.executable, "-c", STEPS, *arguments], check=True, capture_output=True, text=True)
-        return int(done.stdout)
+def flags_of(address):
+    """VmFlags of the mapping that the address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping holds {address:x}")
 
-    assert faults() < 5_000
-    assert faults("in small pages") > 25_000   # the test can tell
 
-
-@pytest.mark.parametrize("count", [0, 1, 2**23, 2**23 + 1])   # up to 32 MB of fp32, and beyond
-def test_the_tensor_is_the_same(count):
+@needs_large_pages
+@pytest.mark.parametrize(("count", "asked"), [(2**22, False), (2**23 + 2**20, True)])   # 16 and 36 MB of fp32
+def test_what_malloc_never_keeps_is_to_come_in_large_pages(count, asked):
     tensor = torch.empty(count)
-    address = tensor.data_ptr()
+    start, size = tensor.data_ptr(), tensor.nbytes
+    inside = start + mmap.PAGESIZE, start + size // 2, start + size - mmap.PAGESIZE - 1
+    assert all(ASKED not in flags_of(at) for at in inside)
     assert allocator.in_large_pages(tensor) is tensor
-    assert tensor.data_ptr() == address
+    assert all((ASKED in flags_of(at)) == asked for at in inside)
     assert tensor.zero_().sum() == 0
+
+
+@needs_large_pages
+def test_sums_and_gradients_of_a_step_do(monkeypatch):
+    seen = []
+    monkeypatch.setattr(step, "in_large_pages", lambda tensor: seen.append(tensor) or allocator.in_large_pages(tensor))
+    param = torch.nn.Parameter(torch.ones(3000, 3136))   # 9.4M coordinates: a sum of 75 MB, a p.grad of 38 MB
+    fused_rs_dp_step([param], max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, noise=NoiseSource(),
+                     grad_samples=[torch.ones(1, *param.shape)], backend="cpu")   # fmt: skip
+    assert sorted(tensor.nbytes for tensor in seen) == [param.nbytes, 2 * param.nbytes]
+    assert any(tensor is param.grad for tensor in seen)
+    assert all(ASKED in flags_of(tensor.data_ptr() + tensor.nbytes // 2) for tensor in seen)
+
+
+@pytest.mark.parametrize("count", [0, 2**23 + 2**20])
+def test_where_there_is_no_such_advice_nothing_is_done(monkeypatch, count):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    monkeypatch.setattr(allocator, "_libc", lambda: pytest.fail("asked all the same"))
+    tensor = torch.empty(count)
+    assert allocator.in_large_pages(tensor) is tensor

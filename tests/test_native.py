@@ -39,6 +39,7 @@ def restored_level():
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_level):
+    """Groups that a core's own cache holds; of larger ones below."""
     shapes = [(300, 11), (7,), (2050,)]
     keep = KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0, structure=structure)
     grads = [
@@ -57,8 +58,9 @@ def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_l
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sigma", [1.0, 0.0])
-def test_groups_that_no_cache_holds_give_the_same_bits(dtype, sigma):
-    """More than 16 MB: in long streams, the end first (csrc/accumulate.h). 13 samples are no whole number of fours."""
+def test_groups_that_no_core_holds_give_the_same_bits(dtype, sigma, restored_level):
+    """Of 4 samples the shared cache does; more than 16 MB no cache: in long streams, the end first (csrc/accumulate.h).
+    13 samples are no whole number of fours."""
     shapes = [(700, 613), (7,), (12_001,)]
     samples = 13 if dtype.itemsize > 2 else 26
     grads, keep = random_grads(shapes, samples, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
@@ -66,8 +68,10 @@ def test_groups_that_no_cache_holds_give_the_same_bits(dtype, sigma):
     try:
         for threads, group in ((2, 4), (2, samples - 2), (1, samples - 1), (5, samples)):
             torch.set_num_threads(threads)
-            with cpu.group_size(group):
-                results.append(run("cpu", grads, keep, Setting(noise_multiplier=sigma)))
+            for level in range(len(native.levels())):
+                native.loaded().dprs_set_level(level)
+                with cpu.group_size(group):
+                    results.append(run("cpu", grads, keep, Setting(noise_multiplier=sigma)))
     finally:
         torch.set_num_threads(before)
     for outs in results:

@@ -1,7 +1,4 @@
-"""TrainConfig: everything that decides a training run, as it is kept in the run's folder. And the paper's settings.
-
-Nothing here imports torch: the command line is parsed with it.
-"""
+"""TrainConfig: everything that decides a training run, as it is kept in the run's folder. And the paper's settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Do masks of whole rows train as well as masks of single coordinates? Rows of Table 1, run with each structure.
 
 Runs are Table 1's (table1.py): the same settings, folders and CSV file, which already has the coordinate masks of its
-own rows. Nothing here imports torch: the command line is parsed with it.
+own rows.
 """
 
 from __future__ import annotations

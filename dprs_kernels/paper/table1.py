@@ -3,8 +3,6 @@
 A row's settings are a small part of the paper's grid, which is C in {0.1, 0.5, 1}, E in {E*, 1.2 E*, 1.5 E*}, final
 rate in {0.5, 0.7, 0.9}, with C / (1 - momentum) kept. The first setting of each method is the one to run (config.py);
 the paper names its choice for CIFAR-10's DP-CNN at epsilon 3 only, the others are ours.
-
-Nothing here imports torch: the command line is parsed with it.
 """
 
 from __future__ import annotations
