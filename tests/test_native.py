@@ -34,6 +34,13 @@ def restored_level():
     native.loaded().dprs_set_level(before)
 
 
+def each_level():
+    """One instruction set after the other that this build has and this CPU runs, in use; with restored_level."""
+    for level in range(3):
+        if native.loaded().dprs_set_level(level) >= 0:
+            yield level
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
@@ -47,9 +54,8 @@ def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_l
         for p, grad in enumerate(random_grads(shapes, 9, dtype))
     ]
     results = {}
-    for level in range(3):
-        if native.loaded().dprs_set_level(level) >= 0:
-            results[level] = run("cpu", grads, keep, Setting(noise_multiplier=sigma))
+    for level in each_level():
+        results[level] = run("cpu", grads, keep, Setting(noise_multiplier=sigma))
     assert 0 in results
     for outs in results.values():
         assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
@@ -68,8 +74,7 @@ def test_groups_that_no_core_holds_give_the_same_bits(dtype, sigma, restored_lev
     try:
         for threads, group in ((2, 4), (2, samples - 2), (1, samples - 1), (5, samples)):
             torch.set_num_threads(threads)
-            for level in range(len(native.levels())):
-                native.loaded().dprs_set_level(level)
+            for _ in each_level():
                 with cpu.group_size(group):
                     results.append(run("cpu", grads, keep, Setting(noise_multiplier=sigma)))
     finally:
@@ -94,13 +99,12 @@ def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
         spoilt.append(torch.where(kept, grad, anything))
         clean.append(torch.where(kept, grad, 0.0))
     plan = Setting(noise_multiplier=sigma).plan(keep.layout)
-    for level in range(3):
-        if native.loaded().dprs_set_level(level) >= 0:
-            totals = torch.zeros(2, keep.layout.padded, dtype=reference.total_dtype(plan))
-            for total, part in zip(totals, (spoilt, clean), strict=True):
-                cpu.accumulate_(total, part, keep.bits, plan)
-            assert totals[1].any()
-            assert torch.equal(totals[0], totals[1])
+    for _ in each_level():
+        totals = torch.zeros(2, keep.layout.padded, dtype=reference.total_dtype(plan))
+        for total, part in zip(totals, (spoilt, clean), strict=True):
+            cpu.accumulate_(total, part, keep.bits, plan)
+        assert totals[1].any()
+        assert torch.equal(totals[0], totals[1])
 
 
 @needs_native

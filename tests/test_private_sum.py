@@ -123,7 +123,7 @@ def test_release_is_once(total):
     with pytest.raises(ValueError, match="add: this PrivateSum was released"):
         total.add([torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="step: this PrivateSum was released"):
-        total.step()   # said before anything is said of gradients, which its release has consumed
+        total.step()   # this first, whatever there is to say of its gradients
 
 
 def test_the_same_gradients_count_once(total):
