@@ -1,10 +1,22 @@
-// accumulate: norms -> factors -> sums of one micro-batch, reading each gradient once from memory.
+// accumulate: norms -> factors -> sums of one micro-batch, reading each gradient once.
 //
-// Samples go in groups small enough that a group is still in cache when its sums follow its norms:
-//   norms of group k (from memory) | barrier | factors, sums of group k (from cache) | norms of group k+1 ...
-// Each thread owns a share of the tiles, hence of the coordinates: no per-thread accumulators, one barrier
-// a group, and a result that does not depend on the number of threads, the group size or the split into
-// micro-batches. A group larger than the cache is summed backwards: its end is what the cache still holds.
+// Samples go in groups. Norms read a group from memory and leave its kept values, packed, in slots that stay in cache; when
+// the factors are known, sums take them from there. Both go tile by tile and in turn, so that memory is read all the time:
+//   each tile: sums of group k-1 (from its slot), norms of group k (from memory, into that slot) | barrier | factors of k
+// Each thread owns a share of the tiles, hence of the coordinates: no per-thread accumulators, one barrier a group, and a
+// result that does not depend on the number of threads, the group size or the split into micro-batches.
+// Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again.
+//
+// Reads of its gradients that accumulate takes, half of the coordinates dropped, on two Xeon cores (Ice Lake; 1.25 MB of own
+// and 48 MB of shared cache, 26 GB/s), interleaved, one read of them before each:
+//                                                                              DP-CNN    DP-CNN/S
+//   as above                                                                   1.5       1.3 to 1.4
+//   norms alone | with packing                                                 1.05|1.45 1.2|1.3
+//   groups of 8 in the place of 4                                              1.8       1.4 to 1.5
+//   read again from the shared cache, nothing packed (any order)               2.5       1.6
+//   the same, the next group asked for during sums, rows read as not to be kept (which paid on two EPYC cores: 1.3 to 1.5
+//   of a read by one stream a thread)                                          3.3
+// What is left is the way of 2.2 MB of slots a core to the shared cache and back. prefetchnta in norms doubles the time here.
 #pragma once
 #include <sched.h>
 #ifdef _OPENMP
@@ -25,13 +37,13 @@ inline double factor(double norm, double bound, const Accumulate& a) {
   return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
 }
 
-struct RowRange {
+struct RowRange {   // of a group
   int64_t begin, end;
 };
 struct Scratch {   // one thread's
-  alignas(64) double rows[kRows][kTile] = {};   // gathered rows of any dtype
-  double* factors;                              // [group][segments]
-  RowRange rows_of_group;                       // those in hand
+  alignas(64) double rows[kRows][kTile] = {};             // gathered rows of any dtype
+  alignas(64) double packed[kRows][kTile + kWord] = {};   // their kept values, where there are no slots
+  double* factors;                                        // [group][segments]
 };
 alignas(64) const double kZeros[kTile] = {};
 
@@ -45,131 +57,133 @@ template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
   for (; i < rows.end; ++i) f(i, Constant<1>());
 }
 
-// What memory is asked for, besides what hardware sees coming, goes by the cache that holds a group:
-//   own     (DP-CNN/S, 104 KB a row.) Norms wait for memory, sums do not. Hardware stops at the end of a page, and a
-//           tile of fp32 is as long as one: norms ask for the first lines of the tile that comes next (`begin_next`).
-//           16 bits have twice the work a byte: as shared.
-//   shared  (DP-CNN, 2.2 MB a row.) During sums memory has nothing to do: they ask for all of the next group
-//           (`rows_ahead`), whose norms then find most of it in the shared cache. That has room only if the rows that
-//           sums read do not come back to it: they are read as not to be kept (fold_words, kLast).
-//   none    Nothing.
-// Reads of its gradients that accumulate takes, on two EPYC cores with AVX-512, where memory gives 37 | 50 GB/s
-// (interleaved, best of 24 to 90, one read of them before each: what ran before leaves more or less in the caches):
-//   DP-CNN    1.31 | 1.53   rows kept after sums: 1.55 | 1.63; and no next group asked for: 1.63 at 50
-//   DP-CNN/S  1.44 | 1.53   nothing asked for: 1.48 | 1.63; the next group, half by norms, half by sums: 1.41 | 1.68
-//   DP-CNN/S in bf16, the whole step: 2.3   by `begin_next`: 2.6; half by norms, half by sums: 2.3
-// A core drops requests that its queue has no room for, and rows with holes are slower than rows that are not there: a
-// part of the next group, for example a quarter of each row, was slower than all of it and than none. So were sums of a
-// group and norms of the next in turn, by 1 to 48 tiles or in one inner loop.
-template <class T> bool sums_ask(const Accumulate& a) {
-  return a.cache == Cache::shared || (a.cache == Cache::own && sizeof(T) < 4);
+// Row i of the group that a tile's slot holds.
+template <class T> DPRS_INLINE typename PackedOf<T>::type* packed_of(const Accumulate& a, const Tile& tile, int64_t i) {
+  return reinterpret_cast<typename PackedOf<T>::type*>(a.packed + tile.slot) + i * packed_row(tile);
 }
 
-constexpr int kFirst = 256;   // bytes of a tile's row; 64 to 512 are as good
-
-template <class T, int Rows>
-DPRS_INLINE void begin_next(const Accumulate& a, const Work& work, int64_t t, const T* const* rows) {
-  const Tile& tile = work.tiles[t];
-  if (t + 1 == work.count || work.tiles[t + 1].param != tile.param || !in_place(a.grads, tile)) return;
-  for (size_t at = 0; at < kFirst / sizeof(T); at += 64 / sizeof(T))
-    for (int r = 0; r < Rows; ++r) __builtin_prefetch(rows[r] + kTile + at, 0, 2);
-}
-
-// Of this tile, the same rows of group k + 1; where there are none, those at hand.
-template <int Rows, class T>
-Ahead<T, Rows> rows_ahead(const Accumulate& a, const Tile& tile, int64_t k, int64_t i, const T* const* rows) {
-  const int64_t first = first_of(a, k + 1) + i;
-  const bool wanted = in_place(a.grads, tile) && first + Rows <= a.grads.samples;
-  Ahead<T, Rows> ahead;
-  for (int r = 0; r < Rows; ++r) ahead.rows[r] = wanted ? row_of<T>(a.grads, tile, first + r, nullptr) : rows[r];
-  return ahead;
-}
-
-template <class T, bool HasKeep, Sum How>
-void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k) {
-  const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
+// row(i, r): the values of row i of the group, `length` of them, the r-th of those at hand.
+template <class T, Sum How, class Row>
+DPRS_INLINE void sums_of_rows(const Accumulate& a, const Scratch& own, const Tile& tile, RowRange some, int64_t length,
+                              Row row) {
   const double* factors = own.factors + a.clip.segment_of[tile.param];
-  for_rows<kRows>(own.rows_of_group, [&](int64_t i, auto rows_at_once) {
+  for_rows<kRows>(some, [&](int64_t i, auto rows_at_once) {
     constexpr int Rows = decltype(rows_at_once)::value;
     const T* rows[Rows];
     double f[Rows];
     for (int r = 0; r < Rows; ++r) {
       f[r] = factors[(i + r) * a.clip.segments];
-      const T* row = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
+      const T* values = row(i + r, r);
       // Factor 0 may mean NaN or Inf in the row: read zeros instead (a select, the work is the same).
-      rows[r] = f[r] != 0 ? row : reinterpret_cast<const T*>(kZeros);
+      rows[r] = f[r] != 0 ? values : reinterpret_cast<const T*>(kZeros);
     }
-    const auto add = [&](const auto& next) {
-      add_rows<T, HasKeep, How, Rows>(rows, next, f, keep, tile.blocks, tile.length, a.acc + 8 * tile.padded);
-    };
-    if (sums_ask<T>(a)) add(rows_ahead<Rows>(a, tile, k, i, rows));
-    else add(Ahead<T, 0>());
+    add_rows<T, How, Rows>(rows, f, length, a.acc + 8 * tile.sum);
   });
 }
 
-template <class T, bool HasKeep>
-void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k) {
-  if (!a.integers) sums_of_tile<T, HasKeep, Sum::real>(a, own, tile, k);
-  else if (a.small && sizeof(T) < 8) sums_of_tile<T, HasKeep, sizeof(T) < 8 ? Sum::small : Sum::integer>(a, own, tile, k);
-  else sums_of_tile<T, HasKeep, Sum::integer>(a, own, tile, k);
+template <class T, class Row>
+void sums_of_rows(const Accumulate& a, const Scratch& own, const Tile& tile, RowRange some, int64_t length, Row row) {
+  constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
+  if (!a.integers) sums_of_rows<T, Sum::real>(a, own, tile, some, length, row);
+  else if (a.small) sums_of_rows<T, kSmall>(a, own, tile, some, length, row);
+  else sums_of_rows<T, Sum::integer>(a, own, tile, some, length, row);
 }
 
-template <class T, bool HasKeep>
-void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k) {
+template <class T>
+void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k, RowRange some) {
+  typedef typename PackedOf<T>::type P;
+  const auto gathered = [&](int64_t i, int r) {
+    return row_of<T>(a.grads, tile, first_of(a, k) + i, reinterpret_cast<T*>(own.rows[r]));
+  };
+  if (tile.kept == Kept::none) return;
+  if (tile.slot >= 0) {
+    const auto from_slot = [&](int64_t i, int) { return packed_of<T>(a, tile, i); };
+    sums_of_rows<P>(a, own, tile, some, padded(tile.count), from_slot);
+  } else if (tile.kept == Kept::all) {
+    sums_of_rows<T>(a, own, tile, some, tile.length, gathered);
+  } else {
+    const auto anew = [&](int64_t i, int r) {
+      P* to = reinterpret_cast<P*>(own.packed[r]);
+      pack_row(gathered(i, r), a.keep + tile.padded / kWord, tile.blocks, tile.length, to);
+      return to;
+    };
+    sums_of_rows<P>(a, own, tile, some, padded(tile.count), anew);
+  }
+}
+
+template <class T, bool HasKeep, bool Pack>
+void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
   const Tile& tile = work.tiles[t];
   const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
   const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
-  for_rows<kNormRows>(own.rows_of_group, [&](int64_t i, auto rows_at_once) {
+  for_rows<kNormRows>(some, [&](int64_t i, auto rows_at_once) {
     constexpr int Rows = decltype(rows_at_once)::value;
     const T* rows[Rows];
-    for (int r = 0; r < Rows; ++r)
+    Packed<T, Rows> to;
+    for (int r = 0; r < Rows; ++r) {
       rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
-    if (a.cache == Cache::own && !sums_ask<T>(a)) begin_next<T, Rows>(a, work, t, rows);
+      to.rows[r] = Pack ? packed_of<T>(a, tile, i + r) : nullptr;
+    }
     double* out = a.partial[k & 1] + t * a.group + i;
-    square_norms<HasKeep, Rows>(rows, keep, tile.blocks, tile.length, scale, out);
+    square_norms<HasKeep, Pack, Rows>(rows, keep, tile.blocks, tile.length, scale, out, to);
   });
 }
 
 template <class T>
-void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
+void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
   const Tile& tile = work.tiles[t];
   if (tile.kept == Kept::none) {   // public: the mask never depends on data
-    for (int64_t i = 0; i < a.group && !sums; ++i) a.partial[k & 1][t * a.group + i] = 0;
+    for (int64_t i = some.begin; i < some.end; ++i) a.partial[k & 1][t * a.group + i] = 0;
   } else if (tile.kept == Kept::some) {
-    if (sums) sums_of_tile<T, true>(a, own, tile, k);
-    else norms_of_tile<T, true>(a, own, work, t, k);
+    if (tile.slot >= 0) norms_of_tile<T, true, true>(a, own, work, t, k, some);
+    else norms_of_tile<T, true, false>(a, own, work, t, k, some);
   } else {
-    if (sums) sums_of_tile<T, false>(a, own, tile, k);
-    else norms_of_tile<T, false>(a, own, work, t, k);
+    if (tile.slot >= 0) norms_of_tile<T, false, true>(a, own, work, t, k, some);
+    else norms_of_tile<T, false, false>(a, own, work, t, k, some);
   }
 }
 
-inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, bool sums) {
+enum Stage { kNorms, kSums };
+
+template <Stage Which>
+inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
+  const auto visit = [&](auto value) {
+    typedef decltype(value) T;
+    if constexpr (Which == kNorms) norms_of_tile<T>(a, own, work, t, k, some);
+    else sums_of_tile<T>(a, own, work.tiles[t], k, some);
+  };
   switch (a.grads.dtypes[work.tiles[t].param]) {
-    case DPRS_F32: visit_tile<float>(a, own, work, t, k, sums); break;
-    case DPRS_F64: visit_tile<double>(a, own, work, t, k, sums); break;
-    case DPRS_BF16: visit_tile<bf16>(a, own, work, t, k, sums); break;
-    default: visit_tile<fp16>(a, own, work, t, k, sums); break;
+    case DPRS_F32: visit(float()); break;
+    case DPRS_F64: visit(double()); break;
+    case DPRS_BF16: visit(bf16()); break;
+    default: visit(fp16()); break;
   }
 }
 
-constexpr int64_t kStream = 16;   // tiles: 64 KB of fp32, and 128 KB of sums, which a core's own cache holds
+// A group that comes from memory twice: four rows from end to end of some tiles, then the next four. Memory likes long
+// streams; the last tiles first, for the sums: the cache may still hold them.
+template <Stage Which>
+inline void stream(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k) {
+  constexpr int64_t kChunk = 16;   // tiles of which sums, 128 KB of them, stay in a core's own cache
+  const int64_t begin = work.first[share], all = work.first[share + 1] - begin, count = count_of(a, k);
+  const int64_t chunk = Which == kSums ? kChunk : all > 0 ? all : 1;
+  for (int64_t c = (all + chunk - 1) / chunk - 1; c >= 0; --c)
+    for (int64_t i = 0; i < count; i += kRows)
+      for (int64_t t = c * chunk; t < least(all, (c + 1) * chunk); ++t)
+        visit_tile<Which>(a, own, work, begin + t, k, {i, least(i + kRows, count)});
+}
 
-// A group that a cache holds: tile by tile. One that none holds comes from memory twice, and memory likes long streams:
-// norms take four rows from end to end, sums four rows of kStream tiles, then the next rows of these. 11M coordinates
-// take 2.1 reads of their gradients in the place of 2.75 (16 samples, interleaved, two EPYC cores; 2.0 is the floor).
-inline void visit_tiles(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k,
-                        bool sums) {
-  const int64_t begin = work.first[share], end = work.first[share + 1], count = count_of(a, k);
-  const bool held = a.cache != Cache::none;
-  const int64_t chunk = sums && !held ? kStream : end - begin, rows = held ? count : kRows;
-  for (int64_t c = 0; c < end - begin; c += chunk) {
-    const int64_t some = least(chunk, end - begin - c);
-    const int64_t first = sums && !held ? end - c - some : begin + c;
-    for (int64_t i = 0; i < count; i += rows) {
-      own.rows_of_group = {i, least(i + rows, count)};
-      for (int64_t t = first; t < first + some; ++t) visit_tile(a, own, work, t, k, sums);
-    }
+// Sums of group k - 1 and norms of group k, as far as there are such groups.
+inline void visit_share(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k) {
+  const bool sums = k > 0, norms = first_of(a, k) < a.grads.samples;
+  if (a.twice) {
+    if (sums) stream<kSums>(a, own, work, share, k - 1);
+    if (norms) stream<kNorms>(a, own, work, share, k);
+    return;
+  }
+  for (int64_t t = work.first[share]; t < work.first[share + 1]; ++t) {
+    if (sums) visit_tile<kSums>(a, own, work, t, k - 1, {0, count_of(a, k - 1)});
+    if (norms) visit_tile<kNorms>(a, own, work, t, k, {0, count_of(a, k)});
   }
 }
 
@@ -222,13 +236,13 @@ inline void accumulate(const Accumulate& a, const Work& work) {
     const FlushSubnormals flush;
     Scratch own;
     own.factors = a.factors + me * a.stride;
-    for (int64_t k = 0; k < groups; ++k) {
+    for (int64_t k = 0; k <= groups; ++k) {
       // With fewer threads than asked for, each takes several shares.
-      for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, false);
+      for (int64_t share = me; share < work.threads; share += workers) visit_share(a, own, work, share, k);
+      if (k == groups) break;
       meet(*a.barrier, workers);
-      // No barrier after the sums: the norms of group k+1 go to the other half of `partial`.
+      // No barrier behind the factors: the norms of group k + 1 go to the other half of `partial`.
       factors_of_group(a, own, work, k, me == 0 ? a.norms : nullptr);
-      for (int64_t share = me; share < work.threads; share += workers) visit_tiles(a, own, work, share, k, true);
     }
   }
 }

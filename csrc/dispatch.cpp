@@ -1,5 +1,7 @@
 // The C interface: run-time choice of the instruction set, and what does not depend on it.
 #include <atomic>
+#include <cstdlib>
+#include <memory>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -10,7 +12,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 4;
+constexpr int64_t kAbi = 5;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -55,25 +57,35 @@ using dprs::kernels;
 
 extern "C" {
 
-void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                     int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
+int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
+                        int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
   dprs::note_kept(tiles, keep);
   dprs::note_held(tiles, *grads);
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
   const int64_t row = dprs::row_bytes(tiles, *grads);
-  if (group <= 0) group = dprs::choose_group(row, threads);
+  const bool twice = group < 0 || (group == 0 && !dprs::fits_slots(row));
+  group = group == 0 ? dprs::choose_group(row, threads) : std::abs(group);
+  const std::unique_ptr<char, decltype(&std::free)> packed(
+      static_cast<char*>(std::malloc(1 + (twice ? 0 : dprs::place_slots(tiles, *grads, group)))), std::free);
+  if (!packed) return -1;
   // Each thread's factors start on a cache line of their own.
   const int64_t stride = (group * clip->segments + 15) / 8 * 8;
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
   dprs::Barrier barrier;
-  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc), norms, group,
-                        dprs::cache_of(group * row, threads),
-                        {partial.data(), partial.data() + tiles.size() * group}, factors.data(), stride, &barrier},
+  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc),
+                        packed.get(), twice, norms, group, {partial.data(), partial.data() + tiles.size() * group},
+                        factors.data(), stride, &barrier},
                        {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
+  return 0;
+}
+int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
+  std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);
+  return dprs::note_kept(tiles, keep);
 }
 void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads) {
-  const std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
+  std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
+  dprs::note_kept(tiles, keep);
   kernels().release(*r, keep, static_cast<const char*>(acc),
                     {tiles.data(), static_cast<int64_t>(tiles.size()), nullptr, threads});
 }
@@ -107,11 +119,13 @@ uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t c
     for (int64_t i = 0; i < count; ++i) {
       const uint64_t* words = static_cast<const uint64_t*>(data[i]);
       const int64_t n = bytes[i] / 8, begin = n * me / workers, end = n * (me + 1) / workers;
-      uint64_t lanes[8] = {};   // 64 bytes a turn: no add waits for another
-      int64_t w = begin;
-      for (; w + 8 <= end; w += 8)
-        for (int l = 0; l < 8; ++l) lanes[l] ^= words[w + l];
-      for (; w < end; ++w) lanes[0] ^= words[w];
+      // Eight places at once, 64 bytes of each a turn: one core follows one stream at 11 GB/s, eight at 15 (Ice Lake).
+      uint64_t lanes[8] = {};
+      const int64_t part = (end - begin) / 64 * 8;
+      for (int64_t w = begin; w < begin + part; w += 8)
+        for (int64_t s = 0; s < 8; ++s)
+          for (int l = 0; l < 8; ++l) lanes[l] ^= words[s * part + w + l];
+      for (int64_t w = begin + 8 * part; w < end; ++w) lanes[0] ^= words[w];
       for (uint64_t l : lanes) seen ^= l;
     }
   }

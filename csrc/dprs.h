@@ -37,14 +37,19 @@ struct dprs_clip {
   double scale;                // the micro-batch's n under a mean loss, else 1
 };
 
-// acc[j] += sum_i contribution(f_i keep_j g_ij) over the N samples, in sample order.
+// Values that the sums of a step take, 8 bytes each: those of kept coordinates, in order, each run of 1024 coordinates of a
+// parameter with zeros to a multiple of 32.
+int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep);
+
+// acc[j] += sum_i contribution(f_i g_ij) over the N samples, in sample order, for kept coordinates j (dprs_sums).
 //   unit > 0: acc is int64 and a contribution is rint(f g / unit): sums are exact.
 //   small:    contributions of at most 2^29 units: faster, the same bits.
 //   unit = 0: acc is float64 and a contribution is f g.
-// keep: bit-packed, parameters padded to 32 coordinates, or null (all kept); acc has the same padding.
-// norms: null or [N, segments]. group: samples per cache window, 0 = choose.
-void dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                     int64_t small, void* acc, double* norms, int64_t group, int64_t threads);
+// keep: bit-packed, parameters padded to 32 coordinates by zeros, or null (all kept).
+// norms: null or [N, segments]. group: samples per cache window, 0 = choose; negative: as many, read twice, never packed.
+// Returns 0, or -1 if there is no memory for the packed values of a group (nothing was added then).
+int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
+                        int64_t small, void* acc, double* norms, int64_t group, int64_t threads);
 
 struct dprs_release {
   int64_t params;

@@ -26,7 +26,14 @@ struct Tile {
   uint8_t blocks;   // bit b: block b has a kept coordinate. Whole rows drop together: other blocks are never touched
   bool scattered;   // its kept coordinates are not one run of what is held
   int64_t shift;    // from a coordinate to its place in what is held, unless scattered
+  int64_t count;    // kept coordinates
+  int64_t sum;      // where its sums begin: those of kept coordinates, one after another, a multiple of 32 in all
+  int64_t slot;     // where its packed values begin, in bytes; -1: sums read the gradients again
 };
+static constexpr int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
+// Values from one packed row to the next: a tile's kept values, zeros to a multiple of 32, and what the last vector that
+// was stored, or the last zeros, may take beyond.
+static constexpr int64_t packed_row(const Tile& tile) { return padded(tile.count) + 32; }
 
 // Work shared out: worker w has tiles [first[w], first[w + 1]).
 struct Work {
@@ -43,9 +50,6 @@ struct alignas(64) Barrier {
   alignas(64) int64_t generation = 0;
 };
 
-// The nearest cache that holds a group of samples from its norms to its sums: the cores' own, the shared one, or none.
-enum class Cache : uint8_t { own, shared, none };
-
 struct Accumulate {
   dprs_grads grads;
   dprs_clip clip;
@@ -53,10 +57,11 @@ struct Accumulate {
   bool integers;       // acc holds int64 multiples of the unit h, else float64
   bool small;          // a contribution is at most 2^29 units
   double per_unit;     // 1/h, or 1 without a unit
-  char* acc;           // [padded] int64 or float64
+  char* acc;           // sums of kept coordinates (Tile::sum), int64 or float64
+  char* packed;        // kept values of a group, a slot [group][packed_row] for each tile that has one
+  bool twice;          // no tile has one: all gradients come from memory twice
   double* norms;       // null or [N, segments]
   int64_t group;       // samples per group
-  Cache cache;         // what holds a group
   double* partial[2];  // [tiles][group] squared norms; two groups are in flight
   double* factors;     // [threads][stride], of which [group][segments] are used
   int64_t stride;

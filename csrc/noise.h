@@ -192,9 +192,9 @@ void release_tile(const dprs_release& r, const uint32_t* bits, const char* acc, 
   // Copies: the compiler then knows that storing results leaves them alone.
   const double per_grid = HasGrid ? 1 / r.grid : 0;   // exact: g is a power of two
   const double noise_per_grid = r.noise_std * per_grid, unit = r.unit, divisor = r.divisor, step = r.grid / r.divisor;
-  acc += 8 * tile.padded;
-  const auto value = [=, &z, &place](int64_t c, u64v kept) {
-    f64v x = HasUnit ? to_f64(load<i64v>(acc + 8 * c)) * unit : load<f64v>(acc + 8 * c);
+  acc += 8 * tile.sum;
+  const auto value = [=, &z, &place](int64_t c, u64v sums, u64v kept) {
+    f64v x = HasUnit ? to_f64(bitcast<i64v>(sums)) * unit : bitcast<f64v>(sums);
     if (HasGrid) {
       const f64v normals = load<f64v>(z + 8 * place[c / 8] + c % 8);
       x = (rint_even(x * per_grid) + rint_even(normals * noise_per_grid)) * step;
@@ -209,7 +209,11 @@ void release_tile(const dprs_release& r, const uint32_t* bits, const char* acc, 
     const bool whole = c + kWord <= tile.length;
     T* to = whole ? out + c : last;
     const uint32_t word = keep ? keep[c / kWord] : ~0u;
-    for (int v = 0; v < kWord; v += kLanes) store_as(to + v, value(c + v, keep_mask_wide(word, v)));
+    for (int v = 0; v < kWord; v += kLanes) {
+      const uint32_t some = word >> v & ((1u << kLanes) - 1);
+      store_as(to + v, value(c + v, keep ? unpack(acc, some) : load<u64v>(acc), keep_mask_wide(word, v)));
+      acc += 8 * __builtin_popcount(some);
+    }
     if (!whole) std::memcpy(out + c, last, sizeof(T) * (tile.length - c));
   }
 }

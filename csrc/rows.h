@@ -31,7 +31,7 @@ inline void gather(const T* sample, const int64_t* shape, const int64_t* stride,
 }
 
 // Values [start, start + length) of the outer product e a^T, row-major [.., in]: the gradient of a Linear's weight.
-// Made anew at each touch: 4 KB in L1 for a tile, where a stored gradient comes from memory.
+// 4 KB in L1 for a tile, where a stored gradient comes from memory.
 template <class T>
 inline void outer(const T* e, const T* a, int64_t in, int64_t start, int64_t length, T* out) {
   int64_t o = start / in, c = start % in;
@@ -60,11 +60,6 @@ inline void place(const T* sample, const int64_t* held, int64_t row, int64_t sta
 template <class F> DPRS_INLINE void for_blocks(const Tile& tile, F f) {
   for (int64_t begin = 0; begin < tile.length; begin += kBlock)
     if (tile.blocks >> begin / kBlock & 1) f(begin, least(kBlock, tile.length - begin));
-}
-
-// Whether row_of answers with the gradient itself.
-inline bool in_place(const dprs_grads& g, const Tile& tile) {
-  return !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
 }
 
 // The values of `tile` for sample i: in place where a sample is contiguous, else gathered or made in `scratch`, there

@@ -40,6 +40,7 @@ struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
 #define DPRS_INLINE inline __attribute__((always_inline))
+#define DPRS_UNROLL _Pragma("GCC unroll 32")   // all of a short loop: what it indexes can then live in registers
 
 template <int Value> struct Constant {
   static constexpr int value = Value;
@@ -201,7 +202,7 @@ template <class Half, class Full> DPRS_INLINE Half high(Full x) {
 }
 
 // ---- loading per-sample gradient values; `m` selects, so that a dropped NaN or Inf becomes 0 and never meets an
-// ---- arithmetic instruction (sums.h selects later where that is the same).
+// ---- arithmetic instruction.
 DPRS_INLINE f32v load_f32(const float* p) { return load<f32v>(p); }
 DPRS_INLINE f32v load_f32(const bf16* p) { return bitcast<f32v>(widen(load<u16h>(p)) << 16); }
 DPRS_INLINE f32v load_f32(const fp16* p) {
@@ -274,51 +275,24 @@ template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, Lanes m) {
   return HasKeep ? select(m, x.lo, x.hi) : x;
 }
 
-// Rows that will be wanted soon, in the columns of those at hand. Their number is a constant: a loop that counts them
-// costs more than a needless request.
-template <class T, int Count> struct Ahead {
-  const T* rows[Count + 1];   // one more: Count may be 0
-};
-constexpr int kLast = 2048;   // bytes before it is read that a line is named as not to be kept; 256 to 4096 are as good
-
-// state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time. Meanwhile
-// `next` comes from memory as far as a core's second cache; where there is such, the rows at hand are read for the last
-// time, as not to be kept. A row may end at the end of its allocation, so the last odd values are seen through a
-// zero-padded copy.
-template <int Rows, class T, int Count, class State, class F>
-DPRS_INLINE State fold_words(const T* const* rows, const Ahead<T, Count>& next, const uint32_t* keep, int64_t begin,
-                             int64_t end, State state, F f) {
+// state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time. A row may end at
+// the end of its allocation, so the last odd values are seen through a zero-padded copy.
+template <int Rows, class T, class State, class F>
+DPRS_INLINE State fold_words(const T* const* rows, const uint32_t* keep, int64_t begin, int64_t end, State state, F f) {
   const int64_t whole = begin + (end - begin) / kWord * kWord;
   const T* own[Rows];   // a copy: the compiler then knows that what f stores leaves the addresses alone
   const T* last[Rows];
   T tails[Rows][kWord];
   for (int r = 0; r < Rows; ++r) own[r] = rows[r];
-  const Ahead<T, Count> ahead = next;
   if (whole < end)   // before the loop: a call behind it would keep the state out of registers within it
     for (int r = 0; r < Rows; ++r) {
       std::memset(tails[r], 0, sizeof tails[r]);
       std::memcpy(tails[r], rows[r] + whole, sizeof(T) * (end - whole));
       last[r] = tails[r];
     }
-  for (int64_t c = begin; c < whole; c += kWord) {
-    for (int at = 0; at < kWord; at += 64 / sizeof(T)) {
-      for (int r = 0; r < Count; ++r) __builtin_prefetch(ahead.rows[r] + c + at, 0, 2);
-      for (int r = 0; r < Rows && Count > 0; ++r) __builtin_prefetch(own[r] + c + at + kLast / sizeof(T), 0, 0);
-    }
-    state = f(state, own, c, c, keep ? keep[c / kWord] : ~0u);
-  }
+  for (int64_t c = begin; c < whole; c += kWord) state = f(state, own, c, c, keep ? keep[c / kWord] : ~0u);
   if (whole < end) state = f(state, last, 0, whole, keep ? keep[whole / kWord] : ~0u);
   return state;
-}
-
-// The same without a state.
-template <int Rows, class T, int Count, class F>
-DPRS_INLINE void for_words(const T* const* rows, const Ahead<T, Count>& ahead, const uint32_t* keep, int64_t begin,
-                           int64_t end, F f) {
-  fold_words<Rows>(rows, ahead, keep, begin, end, 0, [&f](int, const T* const* p, int64_t at, int64_t c, uint32_t word) {
-    f(p, at, c, word);
-    return 0;
-  });
 }
 
 // a*b + c for the value type T: fp32 and narrower have exact products; fp64 rounds the product first,

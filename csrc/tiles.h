@@ -13,7 +13,7 @@ inline std::vector<Tile> make_tiles(const int64_t* sizes, int64_t params) {
   int64_t padded = 0;
   for (int64_t p = 0; p < params; ++p) {
     for (int64_t s = 0; s < sizes[p]; s += kTile)
-      tiles.push_back({p, s, padded + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0});
+      tiles.push_back({p, s, padded + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0, 0, 0, -1});
     padded += (sizes[p] + 31) / 32 * 32;
   }
   return tiles;
@@ -36,20 +36,24 @@ inline std::vector<int64_t> share_tiles(const std::vector<Tile>& tiles, int64_t 
   return first;
 }
 
-// What the mask leaves of each tile.
-inline void note_kept(std::vector<Tile>& tiles, const uint32_t* keep) {
-  if (!keep) return;
+// What the mask leaves of each tile. Returns how long the sums of all are, with room for a register that ends beyond.
+inline int64_t note_kept(std::vector<Tile>& tiles, const uint32_t* keep) {
+  int64_t sums = 0;
   for (Tile& tile : tiles) {
-    uint32_t every = ~0u;
-    tile.blocks = 0;
-    for (int64_t c = 0; c < tile.length; c += 32) {
-      const uint32_t word = keep[(tile.padded + c) / 32];
-      const int64_t rest = tile.length - c;
-      tile.blocks |= (word != 0) << c / kBlock;
-      every &= rest >= 32 ? word : word | ~((1u << rest) - 1);
+    tile.count = tile.length;
+    if (keep) {
+      tile.count = tile.blocks = 0;
+      for (int64_t c = 0; c < tile.length; c += 32) {
+        const uint32_t word = keep[(tile.padded + c) / 32];   // no bit is set beyond the end of a parameter
+        tile.blocks |= (word != 0) << c / kBlock;
+        tile.count += __builtin_popcount(word);
+      }
+      tile.kept = tile.count == 0 ? Kept::none : tile.count == tile.length ? Kept::all : Kept::some;
     }
-    tile.kept = tile.blocks == 0 ? Kept::none : every == ~0u ? Kept::all : Kept::some;
+    tile.sum = sums;
+    sums += padded(tile.count);
   }
+  return sums + 32;
 }
 
 // Where a tile's kept coordinates lie in a gradient of which only some rows are held. One run of it, in rows that
@@ -78,31 +82,40 @@ inline void note_held(std::vector<Tile>& tiles, const dprs_grads& g) {
   }
 }
 
-// Of one sample, as far as they are read from memory: an outer product is not.
+// Of one sample, kept values as sums read them.
 inline int64_t row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
   int64_t bytes = 0;
-  for (const Tile& tile : tiles)
-    if (!g.right[tile.param]) {
-      const int64_t dtype = g.dtypes[tile.param];
-      bytes += touched(tile) * (dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2);
-    }
+  for (const Tile& tile : tiles) bytes += tile.count * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
   return bytes;
 }
 
-constexpr int64_t kCache = 16 << 20;   // what can be hoped for of a shared last-level cache
-constexpr int64_t kOwnCache = 256 << 10;   // a thread's group: half, or a quarter, of its core's own cache
+constexpr int64_t kOwnCache = 128 << 10;   // of slots, a thread: an eighth, or a quarter, of its core's own cache
+constexpr int64_t kMostSlots = 32 << 20;   // of all: beyond, writing and reading them takes as long as a second read
 
-inline Cache cache_of(int64_t bytes, int64_t threads) {   // of a group
-  return bytes <= threads * kOwnCache ? Cache::own : bytes <= kCache ? Cache::shared : Cache::none;
+inline bool fits_slots(int64_t row) { return 4 * row <= kMostSlots; }
+
+// Samples per group: kOwnCache a thread, so that sums read what norms have left there; at least 4, the rows that one pass
+// over the sums takes. Rows that are read twice: 32, because sums, 8 bytes a coordinate, are read and written once a group.
+inline int64_t choose_group(int64_t row, int64_t threads) {
+  if (!fits_slots(row)) return 32;
+  return std::clamp<int64_t>(threads * kOwnCache / std::max<int64_t>(row, 1) / 4 * 4, 4, 64);
 }
 
-// Samples per group. Small rows: kOwnCache a thread, so that sums read what norms have left there (DP-CNN/S, rows of
-// 104 KB: 4 rows are 4 to 10 % faster than 8). Large rows: 4, the rows that one pass over the accumulator takes; more
-// would push the group out of the last-level cache (8 rows of 2.2 MB cost 30 % on 32 MB). Rows that no cache holds are
-// read twice anyway: 32, because the accumulator, 8 bytes a coordinate, is read and written once a group.
-inline int64_t choose_group(int64_t row, int64_t threads) {
-  if (4 * row > kCache) return 32;
-  return std::clamp<int64_t>(threads * kOwnCache / std::max<int64_t>(row, 1) / 4 * 4, 4, 64);
+// Whether a tile's values lie where the gradients are, one after another.
+inline bool in_place(const dprs_grads& g, const Tile& tile) {
+  return !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
+}
+
+// Slots for the packed values of a group of samples; returns the bytes of all. None where all of a tile is kept and lies in
+// place: sums read it there.
+inline int64_t place_slots(std::vector<Tile>& tiles, const dprs_grads& g, int64_t group) {
+  int64_t bytes = 0;
+  for (Tile& tile : tiles) {
+    if (tile.kept == Kept::none || (tile.kept == Kept::all && in_place(g, tile))) continue;
+    tile.slot = bytes;
+    bytes += group * packed_row(tile) * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
+  }
+  return bytes;
 }
 
 }  // namespace dprs

@@ -18,7 +18,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 4
+ABI = 5
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -58,7 +58,8 @@ class Conv(ctypes.Structure):
 
 _SIGNATURES = {
     "dprs_abi": (_i64, []),
-    "dprs_accumulate": (None, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _ptr, _i64, _i64]),
+    "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
+    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _ptr, _i64, _i64]),
     "dprs_release_noised": (None, [_ptr, _ptr, _ptr, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),

@@ -226,9 +226,9 @@ class PrivateSum:
     def _sum(self) -> torch.Tensor:
         if self._total is None:
             self.__dict__["_captured"] = capturing(self.params[0].device)
-            total = torch.empty(
-                self.plan.layout.padded, dtype=reference.total_dtype(self.plan), device=self.params[0].device
-            )
+            sums = getattr(self._backend, "sums", None)
+            size = self.plan.layout.padded if sums is None else sums(self.plan.layout, self._bits())
+            total = torch.empty(size, dtype=reference.total_dtype(self.plan), device=self.params[0].device)
             self.__dict__["_total"] = in_large_pages(total).zero_()
         assert self._total is not None
         return self._total

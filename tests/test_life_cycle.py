@@ -7,6 +7,7 @@ starts training processes and kills them.
 """
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
@@ -79,9 +80,10 @@ class Recorder:
         def watched(outs: Any, total: Any, bits: Any, plan: Any, key: bytes, step: int) -> None:
             place = dict(key=key_id(key), step=step, coordinates=plan.layout.padded)
             self("use", **place)
-            exact = [part * plan.unit for part in plan.layout.split(total.double())]
+            sums = [torch.empty_like(out, dtype=torch.float64) for out in outs]
+            release(sums, total, bits, dataclasses.replace(plan, noise_std=0.0, grid=0.0), key, step)
             release(outs, total, bits, plan, key, step)
-            noise = [out.double() * plan.expected_batch_size - part for out, part in zip(outs, exact, strict=True)]
+            noise = [(out - part) * plan.expected_batch_size for out, part in zip(outs, sums, strict=True)]
             z = torch.cat([n[out != 0] for n, out in zip(noise, outs, strict=True)]) / plan.noise_std
             self("release", **place, kept=z.numel(), square=float(z.square().sum()), least=float(z.abs().min()))
 

@@ -14,6 +14,7 @@ import torch
 
 from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native, reference
 from dprs_kernels.backends import cpu
+from dprs_kernels.outer import OuterProducts
 from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.structure import STRUCTURES
 from tests.oracle import DTYPES, Setting, assert_true, random_grads, run
@@ -46,7 +47,6 @@ def each_level():
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_level):
-    """Groups that a core's own cache holds; of larger ones below."""
     shapes = [(300, 11), (7,), (2050,)]
     keep = KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0, structure=structure)
     grads = [
@@ -61,34 +61,68 @@ def test_instruction_sets_give_the_same_bits(dtype, sigma, structure, restored_l
         assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
 
 
+def kinds_of_gradients(dtype):
+    """(gradients, mask): contiguous, strided and outer products, all and some of them kept, and rows of some."""
+    shapes = [(20, 61), (7,), (30, 90), (2050,)]
+    samples = 13   # no whole number of fours
+    dense, rows = (KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0, structure=s) for s in ("coordinate", "row"))
+    first, second, third, last = random_grads(shapes, samples, dtype)
+    wide = torch.stack([third, third], -1)[..., 0]
+    outer = OuterProducts(*(random_grads([(n,)], samples, dtype)[0] for n in shapes[0]))
+    for keep in (dense, None):
+        yield [first, second, wide, last], keep
+        if dtype.itemsize > 2:
+            yield [outer, second, third, last], keep
+    some = [rows.kept_rows(p) for p in range(4)]
+    yield [RowGrads(g.index_select(1, r.kept), r) for g, r in zip((first, second, third, last), some, strict=True)], rows
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sigma", [1.0, 0.0])
-def test_groups_that_no_core_holds_give_the_same_bits(dtype, sigma, restored_level):
-    """Of 4 samples the shared cache does; more than 16 MB no cache: in long streams, the end first (csrc/accumulate.h).
-    13 samples are no whole number of fours."""
+@pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
+def test_groups_of_any_size_and_no_slots_give_the_same_bits(dtype, sigma, restored_level):
+    """Packed in slots, or read twice, in long streams, as where no cache would hold a slot (csrc/accumulate.h)."""
+    before = torch.get_num_threads()
+    for grads, keep in kinds_of_gradients(dtype):
+        setting, results = Setting(noise_multiplier=sigma), []
+        try:
+            for threads, group, twice in ((1, 0, False), (2, 4, True), (5, 13, True), (1, 6, True), (2, 5, False)):
+                torch.set_num_threads(threads)
+                for _ in each_level():
+                    with cpu.group_size(group, twice=twice):
+                        results.append(run("cpu", grads, keep, setting))
+        finally:
+            torch.set_num_threads(before)
+        for outs in results:
+            assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
+        if all(isinstance(grad, torch.Tensor) for grad in grads):
+            assert_true("cpu", grads, keep, setting)
+
+
+@needs_native
+def test_rows_that_no_slots_hold():
+    """9 million of 10 million coordinates: read twice without being told (kMostSlots of csrc/tiles.h)."""
+    size = 10_000_000
+    grads, keep = random_grads([(size,)], 2), KeepMask.draw([(size,)], drop_rate=0.1, seed=0, draw=0)
+    found = run("cpu", grads, keep, Setting())
+    with cpu.group_size(2):
+        packed = run("cpu", grads, keep, Setting())
+    assert torch.equal(found[0], packed[0])
+
+
+@needs_native
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+def test_a_total_has_the_kept_coordinates_only(rate):
     shapes = [(700, 613), (7,), (12_001,)]
-    samples = 13 if dtype.itemsize > 2 else 26
-    grads, keep = random_grads(shapes, samples, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads, group in ((2, 4), (2, samples - 2), (1, samples - 1), (5, samples)):
-            torch.set_num_threads(threads)
-            for _ in each_level():
-                with cpu.group_size(group):
-                    results.append(run("cpu", grads, keep, Setting(noise_multiplier=sigma)))
-    finally:
-        torch.set_num_threads(before)
-    for outs in results:
-        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
-    assert_true("cpu", grads, keep, Setting(noise_multiplier=sigma))
+    keep = KeepMask.draw(shapes, drop_rate=rate, seed=0, draw=0)
+    tiles = sum(-(-size // 1024) for size in keep.layout.sizes)
+    assert keep.count <= cpu.sums(keep.layout, keep.bits) <= keep.count + 31 * tiles + 32
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
 def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
-    """Integers of all rows overflow before the mask selects (csrc/sums.h): dropped sums are 0, kept ones as ever."""
     shapes = [(300, 11), (7,), (2050,)]
     grads, keep = random_grads(shapes, 9, dtype), KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0)
     largest = torch.finfo(dtype).max
@@ -100,7 +134,7 @@ def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
         clean.append(torch.where(kept, grad, 0.0))
     plan = Setting(noise_multiplier=sigma).plan(keep.layout)
     for _ in each_level():
-        totals = torch.zeros(2, keep.layout.padded, dtype=reference.total_dtype(plan))
+        totals = torch.zeros(2, cpu.sums(keep.layout, keep.bits), dtype=reference.total_dtype(plan))
         for total, part in zip(totals, (spoilt, clean), strict=True):
             cpu.accumulate_(total, part, keep.bits, plan)
         assert totals[1].any()

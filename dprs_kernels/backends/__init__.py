@@ -2,7 +2,8 @@
 
 A backend is a module with the two verbs `accumulate_` and `release` of reference.py and a function
 `unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can). It may have a third verb,
-`step_`, both in one pass, and TAKES, the kinds of gradients that it reads, where that is more than tensors.
+`step_`, both in one pass; TAKES, the kinds of gradients that it reads, where that is more than tensors; and
+`sums(layout, bits) -> int`, how many values a total has, where that is not one for each padded coordinate.
 """
 
 from __future__ import annotations

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 
 from dprs_kernels import native
+from dprs_kernels.layout import Layout
 from dprs_kernels.native import DTYPES, MAX_DIMS, int64s
 from dprs_kernels.outer import Grad, OuterProducts
 from dprs_kernels.plan import NORM_LIMIT, StepPlan
 from dprs_kernels.row_grads import RowGrads
 
 TAKES = OuterProducts, RowGrads
-_group = 0   # samples per cache window; 0: csrc/tiles.h chooses
+_group = 0   # samples per cache window; 0: csrc/tiles.h chooses; negative: they are read twice
 
 
 @contextmanager
-def group_size(samples: int) -> Iterator[None]:
-    """For tests: another cache window. Results must not change."""
+def group_size(samples: int, *, twice: bool = False) -> Iterator[None]:
+    """For tests: another cache window, or none, as for rows that no cache holds. Results must not change."""
     global _group
-    before, _group = _group, samples
+    before, _group = _group, -samples if twice else samples
     try:
         yield
     finally:
@@ -39,6 +40,11 @@ def unavailable(device: torch.device) -> str:
     if device.type != "cpu":
         return f"it needs tensors on the CPU, got {device}"
     return "" if native.library() is not None else native.reason()
+
+
+def sums(layout: Layout, bits: torch.Tensor | None) -> int:
+    """Values of a total: those of kept coordinates, tile by tile (csrc/tiles.h)."""
+    return int(native.loaded().dprs_sums(int64s(layout.sizes), len(layout.sizes), _address(bits)))
 
 
 def accumulate_(
@@ -85,10 +91,12 @@ def accumulate_(
         len(bounds), *_addresses(segment_of, bounds, scales), NORM_LIMIT, plan.gamma,
         plan.loss_scale(samples),
     )   # fmt: skip
-    native.loaded().dprs_accumulate(
+    failed = native.loaded().dprs_accumulate(
         ctypes.byref(batch), _address(bits), ctypes.byref(clip), plan.unit, plan.small,
         total.data_ptr(), norms.data_ptr(), _group, native.threads(),
     )   # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for the kept values of a few samples, {plan.layout.size} coordinates each")
     return norms
 
 

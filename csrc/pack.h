@@ -1,0 +1,123 @@
+// pack: kept values of a tile one after another, and back. A row of 1024 at r = 0.5 becomes 512 values, in its order, the
+// same on every instruction set.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace dprs {
+namespace DPRS_ISA {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each set of 8 lanes their numbers, ascending, then zeros: an argument of permutevar8x32. And where a lane's value is
+// found among those of the set, for the way back.
+struct Orders {
+  uint8_t of[256][8] = {}, back[256][8] = {};
+
+  constexpr Orders() {
+    for (int bits = 0; bits < 256; ++bits)
+      for (int lane = 0, count = 0; lane < 8; ++lane) {
+        back[bits][lane] = static_cast<uint8_t>(count);
+        if (bits >> lane & 1) of[bits][count++] = static_cast<uint8_t>(lane);
+      }
+  }
+};
+constexpr Orders kOrders;
+constexpr uint8_t kTwice[16] = {0x00, 0x03, 0x0c, 0x0f, 0x30, 0x33, 0x3c, 0x3f,   // each bit twice: 4 lanes of 64 bits
+                                0xc0, 0xc3, 0xcc, 0xcf, 0xf0, 0xf3, 0xfc, 0xff};
+DPRS_INLINE __m256i order(const uint8_t* numbers) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers)));
+}
+#endif
+
+// Lanes whose bit is set go to to[0], to[1], ...; a whole register is written, of which the rest is anything. Returns how
+// many were set.
+DPRS_INLINE int pack(float* to, f32v x, uint32_t bits) {
+  bits &= (1u << kStep) - 1;
+#if defined(__AVX512F__)
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), bitcast<__m512>(x)));
+  return __builtin_popcount(bits);
+#elif defined(__AVX2__)
+  _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(bitcast<__m256>(x), order(kOrders.of[bits])));
+  return __builtin_popcount(bits);
+#else
+  int n = 0;
+  for (int pair = 0; pair < kLanes; ++pair, bits >>= 2) {   // 64 bits hold two; of these the first may have to go
+    store(to + n, bitcast<u64v>(x)[pair] >> (~bits << 5 & 32));
+    n += (bits & 1) + (bits >> 1 & 1);
+  }
+  return n;
+#endif
+}
+DPRS_INLINE int pack(double* to, f64v x, uint32_t bits) {
+  bits &= (1u << kLanes) - 1;
+#if defined(__AVX512F__)
+  _mm512_storeu_pd(to, _mm512_maskz_compress_pd(static_cast<__mmask8>(bits), x));
+  return __builtin_popcount(bits);
+#elif defined(__AVX2__)
+  store(to, _mm256_permutevar8x32_epi32(bitcast<__m256i>(x), order(kOrders.of[kTwice[bits]])));
+  return __builtin_popcount(bits);
+#else
+  int n = 0;
+  for (int l = 0; l < kLanes; ++l) {
+    to[n] = x[l];
+    n += bits >> l & 1;
+  }
+  return n;
+#endif
+}
+
+// The way back, of 64 bits: lanes whose bit is set from from[0], from[1], ..., zero in the others. kLanes are read.
+DPRS_INLINE u64v unpack(const void* from, uint32_t bits) {
+  bits &= (1u << kLanes) - 1;
+#if defined(__AVX512F__)
+  return bitcast<u64v>(_mm512_maskz_expand_epi64(static_cast<__mmask8>(bits), load<__m512i>(from)));
+#elif defined(__AVX2__)
+  const __m256i places = order(kOrders.back[kTwice[bits]]);
+  return bitcast<u64v>(_mm256_permutevar8x32_epi32(load<__m256i>(from), places)) & keep_mask_wide(bits, 0);
+#else
+  const u64v x = load<u64v>(from);
+  u64v out = {};
+  for (int l = 0, n = 0; l < kLanes; ++l) {
+    out[l] = bits >> l & 1 ? x[n] : 0;
+    n += bits >> l & 1;
+  }
+  return out;
+#endif
+}
+
+// Zeros in to[0, kWord).
+template <class T> DPRS_INLINE void clear_word(T* to) {
+  for (int i = 0; i < kWord; i += static_cast<int>(sizeof(f64v) / sizeof(T))) store(to + i, f64v{});
+}
+
+// Asks for what comes 1 KB behind vector v of a word, once a cache line: hardware reads ahead, too, but stops at the end of
+// a page, and a tile of fp32 is as long as one. 0.5 to 4 KB are nearly as good.
+template <class T> DPRS_INLINE void ask_ahead(const T* word, int v) {
+  const int at = v * kStep * static_cast<int>(sizeof(T));
+  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at + 1024, 0, 3);
+}
+
+// Kept values of a row, as norms.h packs them beside its squares.
+template <class T, class P>
+inline void pack_row(const T* row, const uint32_t* keep, uint32_t blocks, int64_t length, P* to) {
+  for (int64_t begin = 0; begin < length; begin += kBlock) {
+    if (!(blocks >> begin / kBlock & 1)) continue;
+    to = fold_words<1>(&row, keep, begin, least(begin + kBlock, length), to,
+                       [](P* next, const T* const* p, int64_t from, int64_t, uint32_t word) {
+      for (int v = 0; v < kVectors; ++v) {
+        ask_ahead(p[0] + from, v);
+        if constexpr (sizeof(P) == 8) {
+          next += pack(next, load<f64v>(p[0] + from + v * kStep), word >> v * kStep);
+          next += pack(next, load<f64v>(p[0] + from + v * kStep + kLanes), word >> (v * kStep + kLanes));
+        } else {
+          next += pack(next, load_f32(p[0] + from + v * kStep), word >> v * kStep);
+        }
+      }
+      return next;
+    });
+  }
+  clear_word(to);
+}
+
+}  // namespace DPRS_ISA
+}  // namespace dprs
