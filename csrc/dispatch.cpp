@@ -66,8 +66,9 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   const int64_t row = dprs::row_bytes(tiles, *grads);
   const bool twice = group < 0 || (group == 0 && !dprs::fits_slots(row));
   group = group == 0 ? dprs::choose_group(row, threads) : std::abs(group);
-  const std::unique_ptr<char, decltype(&std::free)> packed(
-      static_cast<char*>(std::malloc(1 + (twice ? 0 : dprs::place_slots(tiles, *grads, group)))), std::free);
+  const int64_t bytes = twice ? 0 : dprs::place_slots(tiles, *grads, group);
+  const std::unique_ptr<char, decltype(&std::free)> packed(   // not cleared; cache lines, as all of its rows are
+      static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64)), std::free);
   if (!packed) return -1;
   // Each thread's factors start on a cache line of their own.
   const int64_t stride = (group * clip->segments + 15) / 8 * 8;

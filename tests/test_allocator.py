@@ -120,7 +120,9 @@ def test_sums_and_gradients_of_a_step_do(monkeypatch):
     param = torch.nn.Parameter(torch.ones(3000, 3136))   # 9.4M coordinates: a sum of 75 MB, a p.grad of 38 MB
     fused_rs_dp_step([param], max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, noise=NoiseSource(),
                      grad_samples=[torch.ones(1, *param.shape)], backend="cpu")   # fmt: skip
-    assert sorted(tensor.nbytes for tensor in seen) == [param.nbytes, 2 * param.nbytes]
+    of_grad, of_sum = sorted(tensor.nbytes for tensor in seen)
+    assert of_grad == param.nbytes
+    assert 0 <= of_sum - 2 * param.nbytes <= 8 * 64   # each tile of it a multiple of 32, and a register beyond
     assert any(tensor is param.grad for tensor in seen)
     assert all(ASKED in flags_of(tensor.data_ptr() + tensor.nbytes // 2) for tensor in seen)
 
