@@ -86,7 +86,8 @@ def test_memory_and_bytes_sent(benchmark: Any, results: Results, full: bool) -> 
 
     def peaks() -> dict[str, float | None]:
         micro = str(default_micro(CASE.build()))   # of this process, whose allocator it depends on
-        return {name: memory.measure("training", CASE.name, name, micro, str(CASE.batch)) for name in names}
+        commands = (("training", CASE.name, name, micro, str(CASE.batch)) for name in names)
+        return dict(zip(names, memory.measure_each(commands), strict=True))
 
     found = benchmark.pedantic(peaks, rounds=1, iterations=1)
     benchmark.extra_info.update(found)

@@ -150,15 +150,14 @@ def add_figures(
             results.figures.append(Figure(text, ratio, at_least=asked, case=race))
 
 
-def measure(case: Model, name: str, batch: int, results: Results) -> float | None:
-    """MiB, at the micro-batch that stands for the contender in the race, or the first one where there was none."""
+def memory_command(case: Model, name: str, batch: int, results: Results) -> tuple[str, ...]:
+    """For memory.py, at the micro-batch that stands for the contender in the race, else the first."""
     row = standing(results.rows, case.race(batch), name)
     if name == OURS:
         micro = default_micro(case.build())
     else:
         micro = int(row.setting.split()[-1]) if row else case.peer_micros[0]
-    found = memory.measure("training", case.name, name, str(micro), str(batch))
-    return None if found is None else float(found)
+    return "training", case.name, name, str(micro), str(batch)
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m == "DP-CNN" else pytest.mark.slow) for m in MODELS])
@@ -168,8 +167,11 @@ def test_training_memory(name: str, benchmark: Any, results: Results, full: bool
     batch = case.full_batch if full else case.batch
     peers = [peer for peer in PEERS if (name, peer) not in _left_out] if full else [OPACUS_HOOKS]
 
+    names = (PLAIN, OURS, *peers)
+
     def peaks() -> dict[str, float | None]:
-        return {contender: measure(case, contender, batch, results) for contender in (PLAIN, OURS, *peers)}
+        commands = [memory_command(case, contender, batch, results) for contender in names]
+        return dict(zip(names, memory.measure_each(commands), strict=True))
 
     found = benchmark.pedantic(peaks, rounds=1, iterations=1)
     benchmark.extra_info.update(found)
@@ -182,8 +184,8 @@ def test_training_memory(name: str, benchmark: Any, results: Results, full: bool
 def test_memory_of_a_large_batch(benchmark: Any, results: Results, full: bool) -> None:
     """Ours streams: a large logical batch should take what 256 takes. The data are there before the mark is set."""
     case, large = MODELS["DP-CNN"], 4096 if full else 1024
-    much = benchmark.pedantic(measure, args=(case, OURS, large, results), rounds=1, iterations=1)
-    usual = measure(case, OURS, case.batch, results)
+    commands = [memory_command(case, OURS, batch, results) for batch in (large, case.batch)]
+    much, usual = benchmark.pedantic(memory.measure_each, args=(commands,), rounds=1, iterations=1)
     benchmark.extra_info.update({str(large): much, str(case.batch): usual})
     if much and usual:
         text = f"DP-CNN: peak memory of ours, batch {large} over {case.batch}"

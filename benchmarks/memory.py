@@ -20,7 +20,8 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,12 @@ def measure(*arguments: str) -> Any:
     if done.returncode:
         raise RuntimeError(f"memory of {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_each(commands: Iterable[Sequence[str]]) -> list[Any]:
+    """measure for each of them, two at a time: what a process needs does not depend on who else is there."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda arguments: measure(*arguments), commands))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-# 3: the limit reads eight places at once on each thread. In rows of schema 2 it read one, up to a third slower, and x_limit
-# is to that.
+# 3: the limit reads eight places at once on each thread. In rows of schema 2 it read one, which takes up to 1.5 times
+# as long, and x_limit is to that.
 SCHEMA = 3
 DATA = Path(__file__).parent / "data"
 QUESTIONS = ("step", "training_step", "rows", "mask", "noise", "scaling")

@@ -42,7 +42,7 @@ struct RowRange {   // of a group
 };
 struct Scratch {   // one thread's
   alignas(64) double rows[kRows][kTile] = {};             // gathered rows of any dtype
-  alignas(64) double packed[kRows][kTile + kWord] = {};   // their kept values, where there are no slots
+  alignas(64) double packed[kRows][kTile + kWord];        // their kept values, where there are no slots
   double* factors;                                        // [group][segments]
 };
 alignas(64) const double kZeros[kTile] = {};

@@ -209,10 +209,15 @@ void release_tile(const dprs_release& r, const uint32_t* bits, const char* acc, 
     const bool whole = c + kWord <= tile.length;
     T* to = whole ? out + c : last;
     const uint32_t word = keep ? keep[c / kWord] : ~0u;
-    for (int v = 0; v < kWord; v += kLanes) {
-      const uint32_t some = word >> v & ((1u << kLanes) - 1);
-      store_as(to + v, value(c + v, keep ? unpack(acc, some) : load<u64v>(acc), keep_mask_wide(word, v)));
-      acc += 8 * __builtin_popcount(some);
+    const auto put = [&](int v, u64v sums) { store_as(to + v, value(c + v, sums, keep_mask_wide(word, v))); };
+    if (keep) {
+      for (int v = 0; v < kWord; v += kLanes) {
+        const uint32_t some = word >> v & ((1u << kLanes) - 1);
+        put(v, unpack(acc, some));
+        acc += 8 * __builtin_popcount(some);
+      }
+    } else {
+      for (int v = 0; v < kWord; v += kLanes) put(v, load<u64v>(acc + 8 * (c + v)));
     }
     if (!whole) std::memcpy(out + c, last, sizeof(T) * (tile.length - c));
   }

@@ -73,8 +73,8 @@ def kinds_of_gradients(dtype):
         yield [first, second, wide, last], keep
         if dtype.itemsize > 2:
             yield [outer, second, third, last], keep
-    some = [rows.kept_rows(p) for p in range(4)]
-    yield [RowGrads(g.index_select(1, r.kept), r) for g, r in zip((first, second, third, last), some, strict=True)], rows
+    pairs = zip((first, second, third, last), map(rows.kept_rows, range(4)), strict=True)
+    yield [RowGrads(grad.index_select(1, some.kept), some) for grad, some in pairs], rows
 
 
 @needs_native
