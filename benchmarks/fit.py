@@ -10,8 +10,8 @@ CACHE = 32 * 2**20   # bytes: the L3 of the machine where this was written
 
 def beyond_cache(axis: str, size: int, samples: int) -> bool:
     """Whether a point of `size` bytes is fitted; smaller ones are shown only. N: four times the cache, so that a read
-    finds nothing of the last one there. D: a group of four rows fills the cache, and is read twice from memory; smaller
-    rows are found there by the second touch, which is another line than the one that is fitted.
+    finds nothing of the last one there. D: four rows, the least that a group has, fill the cache; what smaller ones
+    leave there for their sums is another line than the one that is fitted.
 
     >>> beyond_cache("D", 32 * 2**23, samples=32), beyond_cache("D", 32 * 2**22, samples=32)
     (True, False)

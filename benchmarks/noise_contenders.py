@@ -64,7 +64,7 @@ class Normals:
     def _release(self, name: str, sigma: float) -> Contender:
         """As a step does it, on the sum of an empty batch: words, transform, rounding to the grid, adding, p.grad."""
         plan = self.plan(sigma)
-        total = torch.zeros(self.count, dtype=reference.total_dtype(plan))
+        total = torch.zeros(cpu.sums(plan.layout, None), dtype=reference.total_dtype(plan))
 
         def run(_: float) -> torch.Tensor:
             cpu.release([self.out32], total, None, plan, KEY, 0)

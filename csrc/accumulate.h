@@ -1,11 +1,12 @@
-// accumulate: norms -> factors -> sums of one micro-batch, reading each gradient once.
+// accumulate: norms -> factors -> sums of one micro-batch, reading masked gradients once.
 //
 // Samples go in groups. Norms read a group from memory and leave its kept values, packed, in slots that stay in cache; when
 // the factors are known, sums take them from there. Both go tile by tile and in turn, so that memory is read all the time:
 //   each tile: sums of group k-1 (from its slot), norms of group k (from memory, into that slot) | barrier | factors of k
 // Each thread owns a share of the tiles, hence of the coordinates: no per-thread accumulators, one barrier a group, and a
 // result that does not depend on the number of threads, the group size or the split into micro-batches.
-// Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again.
+// Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again. So they do, in
+// long streams, where slots would be larger than any cache (`stream`).
 //
 // Reads of its gradients that accumulate takes, half of the coordinates dropped, on two Xeon cores (Ice Lake; 1.25 MB of own
 // and 48 MB of shared cache, 26 GB/s), interleaved, one read of them before each:
@@ -74,7 +75,8 @@ DPRS_INLINE void sums_of_rows(const Accumulate& a, const Scratch& own, const Til
     for (int r = 0; r < Rows; ++r) {
       f[r] = factors[(i + r) * a.clip.segments];
       const T* values = row(i + r, r);
-      // Factor 0 may mean NaN or Inf in the row: read zeros instead (a select, the work is the same).
+      // Factor 0 may mean NaN or Inf in the row: add zeros instead (a select: the same instructions; a row that is not
+      // packed is then not read a second time).
       rows[r] = f[r] != 0 ? values : reinterpret_cast<const T*>(kZeros);
     }
     add_rows<T, How, Rows>(rows, f, length, a.acc + 8 * tile.sum);

@@ -58,9 +58,9 @@ using dprs::kernels;
 extern "C" {
 
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                        int64_t small, void* acc, double* norms, int64_t group, int64_t threads) {
+                        int64_t small, void* acc, int64_t sums, double* norms, int64_t group, int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
-  dprs::note_kept(tiles, keep);
+  if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
   dprs::note_held(tiles, *grads);
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
   const int64_t row = dprs::row_bytes(tiles, *grads);
@@ -69,7 +69,7 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   const int64_t bytes = twice ? 0 : dprs::place_slots(tiles, *grads, group);
   const std::unique_ptr<char, decltype(&std::free)> packed(   // not cleared; cache lines, as all of its rows are
       static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64)), std::free);
-  if (!packed) return -1;
+  if (!packed) return DPRS_NO_MEMORY;
   // Each thread's factors start on a cache line of their own.
   const int64_t stride = (group * clip->segments + 15) / 8 * 8;
   std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
@@ -84,11 +84,13 @@ int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);
   return dprs::note_kept(tiles, keep);
 }
-void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads) {
+int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t sums,
+                            int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
-  dprs::note_kept(tiles, keep);
+  if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
   kernels().release(*r, keep, static_cast<const char*>(acc),
                     {tiles.data(), static_cast<int64_t>(tiles.size()), nullptr, threads});
+  return 0;
 }
 void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z) {
   kernels().normals(key, step, block, blocks, z);
@@ -105,7 +107,7 @@ uint64_t dprs_draw_mask(const uint64_t key[4], const int64_t* sizes, int64_t par
 }
 int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const float* e, float* out, int64_t row_stride,
                                int64_t add, int64_t threads) {
-  return kernels().conv_weight_grads({*conv, x, e, out, row_stride, add != 0, threads}) ? 0 : -1;
+  return kernels().conv_weight_grads({*conv, x, e, out, row_stride, add != 0, threads}) ? 0 : DPRS_NO_MEMORY;
 }
 
 uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads) {

@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels: what dprs_kernels/backends/native.py calls through ctypes.
+// The C interface of the CPU kernels: what dprs_kernels/native.py calls through ctypes.
 // Nothing of torch or Python is included, so one library serves every version of both.
 #pragma once
 #include <cstdint>
@@ -25,6 +25,7 @@ struct dprs_grads {
 
 enum dprs_dtype { DPRS_F32 = 0, DPRS_F64 = 1, DPRS_BF16 = 2, DPRS_F16 = 3 };
 enum { DPRS_MAX_DIMS = 16 };
+enum dprs_failure { DPRS_NO_MEMORY = -1, DPRS_OTHER_KEEP = -2 };
 
 // Clipping of one logical step. Segment = what shares a norm: everything (flat) or a parameter.
 struct dprs_clip {
@@ -38,7 +39,8 @@ struct dprs_clip {
 };
 
 // Values that the sums of a step take, 8 bytes each: those of kept coordinates, in order, each run of 1024 coordinates of a
-// parameter with zeros to a multiple of 32.
+// parameter with zeros to a multiple of 32, and 32 more at the end. Both verbs below take that number, `sums`, and return
+// DPRS_OTHER_KEEP, having written nothing, if `keep` asks for another: it is not the mask that `acc` was made for.
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep);
 
 // acc[j] += sum_i contribution(f_i g_ij) over the N samples, in sample order, for kept coordinates j (dprs_sums).
@@ -47,9 +49,9 @@ int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep);
 //   unit = 0: acc is float64 and a contribution is f g.
 // keep: bit-packed, parameters padded to 32 coordinates by zeros, or null (all kept).
 // norms: null or [N, segments]. group: samples per cache window, 0 = choose; negative: as many, read twice, never packed.
-// Returns 0, or -1 if there is no memory for the packed values of a group (nothing was added then).
+// Returns 0, or DPRS_NO_MEMORY if there is none for the packed values of a group (nothing was added then).
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                        int64_t small, void* acc, double* norms, int64_t group, int64_t threads);
+                        int64_t small, void* acc, int64_t sums, double* norms, int64_t group, int64_t threads);
 
 struct dprs_release {
   int64_t params;
@@ -64,7 +66,8 @@ struct dprs_release {
   uint64_t step;
 };
 // out = (rint(S/g) + keep rint(noise_std z / g)) g / divisor
-void dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t threads);
+int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t sums,
+                            int64_t threads);
 
 // z[j] for the padded coordinates [8*block, 8*(block+blocks)), and the words that made them.
 void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z);
@@ -89,7 +92,7 @@ struct dprs_conv {
 };
 // Weight gradients of each sample (see conv.h) from x [n, Cin, H, W] and e = dloss/doutput [n, Cout, Ho, Wo], both fp32
 // and contiguous: [Cout, Cin/groups, kh, kw] at out + i row_stride (in floats), added to what is there if `add`.
-// Subnormal numbers count as zero. Returns 0, or -1 if there is no memory for scratch (out is then undefined).
+// Subnormal numbers count as zero. Returns 0, or DPRS_NO_MEMORY if there is none for scratch (out is then undefined).
 int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const float* e, float* out, int64_t row_stride,
                                int64_t add, int64_t threads);
 

@@ -82,10 +82,22 @@ inline void note_held(std::vector<Tile>& tiles, const dprs_grads& g) {
   }
 }
 
-// Of one sample, kept values as sums read them.
+// Whether a tile's kept values are packed: not where all of it is kept and lies where the gradients are, one after another.
+inline bool is_packed(const dprs_grads& g, const Tile& tile) {
+  const bool in_place = !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
+  return tile.kept == Kept::some || (tile.kept == Kept::all && !in_place);
+}
+inline int64_t slot_bytes(const dprs_grads& g, const Tile& tile) {   // of one sample
+  return packed_row(tile) * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
+}
+
+// Of one sample, what sums read.
 inline int64_t row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
   int64_t bytes = 0;
-  for (const Tile& tile : tiles) bytes += tile.count * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
+  for (const Tile& tile : tiles) {
+    const int64_t dtype = g.dtypes[tile.param], width = dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2;
+    bytes += is_packed(g, tile) ? slot_bytes(g, tile) : tile.count * width;
+  }
   return bytes;
 }
 
@@ -101,19 +113,13 @@ inline int64_t choose_group(int64_t row, int64_t threads) {
   return std::clamp<int64_t>(threads * kOwnCache / std::max<int64_t>(row, 1) / 4 * 4, 4, 64);
 }
 
-// Whether a tile's values lie where the gradients are, one after another.
-inline bool in_place(const dprs_grads& g, const Tile& tile) {
-  return !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
-}
-
-// Slots for the packed values of a group of samples; returns the bytes of all. None where all of a tile is kept and lies in
-// place: sums read it there.
+// Slots for the packed values of a group of samples; returns the bytes of all.
 inline int64_t place_slots(std::vector<Tile>& tiles, const dprs_grads& g, int64_t group) {
   int64_t bytes = 0;
   for (Tile& tile : tiles) {
-    if (tile.kept == Kept::none || (tile.kept == Kept::all && in_place(g, tile))) continue;
+    if (!is_packed(g, tile)) continue;
     tile.slot = bytes;
-    bytes += group * packed_row(tile) * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
+    bytes += group * slot_bytes(g, tile);
   }
   return bytes;
 }

@@ -135,10 +135,11 @@ class KeepMask:
 
     @classmethod
     def from_bits(cls, params_or_shapes: Iterable[Any], bits: torch.Tensor) -> KeepMask:
-        """From packed bits, as `bits` holds them."""
+        """From packed bits, as `bits` holds them: a copy, so that nobody can write to them through the original."""
         layout = Layout.of(params_or_shapes)
         if bits.dtype != torch.int32 or bits.shape != (layout.padded // WORD,):
             raise ValueError(f"bits: got {bits.dtype} {list(bits.shape)}; expected int32 [{layout.padded // WORD}]")
+        bits = bits.clone()
         words = bits.cpu().numpy()
         for start, size in zip(layout.starts, layout.sizes, strict=True):
             if size % WORD and (int(words[(start + size) // WORD]) & 0xFFFFFFFF) >> size % WORD:

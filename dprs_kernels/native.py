@@ -59,8 +59,8 @@ class Conv(ctypes.Structure):
 _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
-    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _ptr, _i64, _i64]),
-    "dprs_release_noised": (None, [_ptr, _ptr, _ptr, _i64]),
+    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _i64, _i64]),
+    "dprs_release_noised": (_i64, [_ptr, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),
     "dprs_words": (None, [_ptr, _u64, _u64, _i64, _ptr]),

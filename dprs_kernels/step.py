@@ -54,7 +54,7 @@ class PrivateSum:
 
     keep, max_grad_norm, noise_multiplier and the parameters are fixed for its life; the result does not depend on
     how the batch was split (bit for bit, where there is noise and a bound; on Triton, where all micro-batches are laid
-    out alike). Memory: one 8-byte accumulator per coordinate.
+    out alike). Memory: 8 bytes a coordinate (on the CPU of kept ones only, and those of a few samples while adding).
 
     >>> model = torch.nn.Linear(3, 1)
     >>> total = PrivateSum(model.parameters(), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4,

@@ -16,7 +16,7 @@ static uint64_t hash(const void* data, size_t bytes, uint64_t h) {
   return h;
 }
 
-static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads) {
+static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads, int64_t group) {
   const std::vector<int64_t> sizes = {1500, 7, 96};
   const int64_t n = 11, padded = 1504 + 32 + 96, width = dtype == 1 ? 8 : dtype == 0 ? 4 : 2;
   state = 42;
@@ -47,14 +47,15 @@ static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, doub
   const dprs_clip clip = {1, segment.data(), &bound, &scale, std::ldexp(1.0, 61), gamma, 1.0};
   std::vector<int64_t> acc(dprs_sums(sizes.data(), 3, masked ? keep.data() : nullptr), 0);
   std::vector<double> norms(n);
-  dprs_accumulate(&grads, masked ? keep.data() : nullptr, &clip, unit, small, acc.data(), norms.data(), 0, threads);
+  dprs_accumulate(&grads, masked ? keep.data() : nullptr, &clip, unit, small, acc.data(), acc.size(),
+                  norms.data(), group, threads);
   uint64_t h = hash(norms.data(), 8 * n, hash(acc.data(), 8 * acc.size(), 14695981039346656037ull));
   std::vector<std::vector<unsigned char>> outs;
   std::vector<void*> to;
   for (int64_t s : sizes) outs.emplace_back(s * width), to.push_back(outs.back().data());
   dprs_release r = {3, sizes.data(), to.data(), dtypes.data(), unit, std::ldexp(1.0, -20), 1.25, 16,
                     {1, 2, 3, 4, 5, 6, 7, 8}, 99};
-  dprs_release_noised(&r, masked ? keep.data() : nullptr, acc.data(), threads);
+  dprs_release_noised(&r, masked ? keep.data() : nullptr, acc.data(), acc.size(), threads);
   for (auto& out : outs) h = hash(out.data(), out.size(), h);
   return h;
 }
@@ -66,8 +67,10 @@ int main() {
     for (int64_t dtype = 0; dtype < 4; ++dtype)
       for (int masked = 0; masked < 2; ++masked)
         for (int how = 0; how < 4; ++how)
-          std::printf("dtype %d masked %d how %d: %016llx\n", static_cast<int>(dtype), masked, how,
-                      static_cast<unsigned long long>(one(dtype, masked, how == 0 ? 0 : std::ldexp(1.0, how == 3 ? -40 : -29),
-                                                          how == 1, how == 2 ? 0.01 : -1.0, 1 + how)));
+          for (int64_t group : {0, 4, -4})   // chosen, packed in slots, read twice
+            std::printf("dtype %d masked %d how %d: %016llx\n", static_cast<int>(dtype), masked, how,
+                        static_cast<unsigned long long>(
+                            one(dtype, masked, how == 0 ? 0 : std::ldexp(1.0, how == 3 ? -40 : -29), how == 1,
+                                how == 2 ? 0.01 : -1.0, 1 + how, group)));
   }
 }

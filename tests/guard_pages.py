@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dprs_kernels import KeepMask, NoiseSource, PrivateSum, native
+from dprs_kernels.backends import cpu
 from dprs_kernels.row_grads import RowGrads
 
 PAGE = mmap.PAGESIZE
@@ -61,8 +62,10 @@ def main(touch):
                     guarded = [between(values, at_end=at_end) for values in kept]
                     if touch and at_end == (touch == "after"):
                         ctypes.string_at(guarded[0].data_ptr() + (guarded[0].nbytes if at_end else -1), 1)
-                    found = sums([RowGrads(*pair) for pair in zip(guarded, rows, strict=True)], keep)
-                    assert all(map(torch.equal, found, expected)), (dtype, rate, level, at_end)
+                    for twice in (False, True):
+                        with cpu.group_size(4, twice=twice):
+                            found = sums([RowGrads(*pair) for pair in zip(guarded, rows, strict=True)], keep)
+                        assert all(map(torch.equal, found, expected)), (dtype, rate, level, at_end, twice)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from dprs_kernels import KeepMask, NoiseSource, backends, fused_rs_dp_step, native, reference
+from dprs_kernels import KeepMask, NoiseSource, PrivateSum, backends, fused_rs_dp_step, native, reference
 from dprs_kernels.backends import cpu
 from dprs_kernels.outer import OuterProducts
 from dprs_kernels.row_grads import RowGrads
@@ -100,14 +101,29 @@ def test_groups_of_any_size_and_no_slots_give_the_same_bits(dtype, sigma, restor
 
 
 @needs_native
-def test_rows_that_no_slots_hold():
-    """9 million of 10 million coordinates: read twice without being told (kMostSlots of csrc/tiles.h)."""
-    size = 10_000_000
-    grads, keep = random_grads([(size,)], 2), KeepMask.draw([(size,)], drop_rate=0.1, seed=0, draw=0)
+@pytest.mark.parametrize("size", [1_200_000, 2_400_000])
+def test_large_rows_give_the_same_bits(size):
+    """Four rows take less, and more, than kMostSlots of csrc/tiles.h."""
+    grads, keep = random_grads([(size,)], 9), KeepMask.draw([(size,)], drop_rate=0.1, seed=0, draw=0)
     found = run("cpu", grads, keep, Setting())
-    with cpu.group_size(2):
-        packed = run("cpu", grads, keep, Setting())
-    assert torch.equal(found[0], packed[0])
+    for twice in (False, True):
+        with cpu.group_size(4, twice=twice):
+            assert torch.equal(found[0], run("cpu", grads, keep, Setting())[0])
+
+
+@needs_native
+@pytest.mark.parametrize("verb", ["add", "release"])
+def test_bits_that_somebody_wrote_to_behind_our_back_are_refused(verb):
+    """A total has the length that its mask asks for: with another one kernels would write beyond it."""
+    words = np.ones(128, dtype=np.int32)
+    keep = KeepMask.from_bits([(4096,)], torch.from_numpy(words))
+    words[:] = -1   # a copy was taken
+    assert keep.count == 128
+    total = PrivateSum([torch.zeros(4096)], keep=keep, noise=NoiseSource(), backend="cpu", **vars(Setting()))
+    total.add([torch.ones(2, 4096)])
+    keep.bits.numpy()[:] = -1   # which torch does not notice
+    with pytest.raises(ValueError, match="keep: not the mask that this sum was begun with"):
+        getattr(total, verb)(*[[torch.ones(2, 4096)]] * (verb == "add"))
 
 
 @needs_native
@@ -134,11 +150,13 @@ def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
         clean.append(torch.where(kept, grad, 0.0))
     plan = Setting(noise_multiplier=sigma).plan(keep.layout)
     for _ in each_level():
-        totals = torch.zeros(2, cpu.sums(keep.layout, keep.bits), dtype=reference.total_dtype(plan))
-        for total, part in zip(totals, (spoilt, clean), strict=True):
-            cpu.accumulate_(total, part, keep.bits, plan)
-        assert totals[1].any()
-        assert torch.equal(totals[0], totals[1])
+        for twice in (False, True):
+            totals = torch.zeros(2, cpu.sums(keep.layout, keep.bits), dtype=reference.total_dtype(plan))
+            for total, part in zip(totals, (spoilt, clean), strict=True):
+                with cpu.group_size(4, twice=twice):
+                    cpu.accumulate_(total, part, keep.bits, plan)
+            assert totals[1].any()
+            assert torch.equal(totals[0], totals[1])
 
 
 @needs_native

@@ -22,6 +22,7 @@ from dprs_kernels.plan import NORM_LIMIT, StepPlan
 from dprs_kernels.row_grads import RowGrads
 
 TAKES = OuterProducts, RowGrads
+NO_MEMORY, OTHER_KEEP = -1, -2   # dprs_failure
 _group = 0   # samples per cache window; 0: csrc/tiles.h chooses; negative: they are read twice
 
 
@@ -29,6 +30,7 @@ _group = 0   # samples per cache window; 0: csrc/tiles.h chooses; negative: they
 def group_size(samples: int, *, twice: bool = False) -> Iterator[None]:
     """For tests: another cache window, or none, as for rows that no cache holds. Results must not change."""
     global _group
+    assert samples > 0 or not twice
     before, _group = _group, -samples if twice else samples
     try:
         yield
@@ -93,10 +95,11 @@ def accumulate_(
     )   # fmt: skip
     failed = native.loaded().dprs_accumulate(
         ctypes.byref(batch), _address(bits), ctypes.byref(clip), plan.unit, plan.small,
-        total.data_ptr(), norms.data_ptr(), _group, native.threads(),
+        total.data_ptr(), total.numel(), norms.data_ptr(), _group, native.threads(),
     )   # fmt: skip
-    if failed:
+    if failed == NO_MEMORY:
         raise MemoryError(f"no memory for the kept values of a few samples, {plan.layout.size} coordinates each")
+    _check_keep(failed)
     return norms
 
 
@@ -116,8 +119,17 @@ def release(
         len(outs), *_addresses(sizes, addresses, dtypes), plan.unit, plan.grid, plan.noise_std,
         plan.expected_batch_size, (ctypes.c_uint32 * 8).from_buffer_copy(key), step,
     )   # fmt: skip
-    native.loaded().dprs_release_noised(ctypes.byref(job), _address(bits), total.data_ptr(), native.threads())
+    failed = native.loaded().dprs_release_noised(
+        ctypes.byref(job), _address(bits), total.data_ptr(), total.numel(), native.threads()
+    )
     ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))   # the key does not linger in freed memory
+    _check_keep(failed)
+
+
+def _check_keep(failed: int) -> None:
+    """A total has a place for each kept coordinate: with another mask, kernels would write beside it."""
+    if failed == OTHER_KEEP:
+        raise ValueError("keep: not the mask that this sum was begun with; were its bits written to since?")
 
 
 def _addresses(*tables: ctypes.Array[Any]) -> list[int]:
