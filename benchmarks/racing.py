@@ -21,15 +21,15 @@ import torch
 SIGMA = 1.0   # noise_multiplier of every timed step
 # Seconds of a file in the default run, on two hyperthreads of one core. conftest.py prints what each one took.
 BUDGETS = {
-    "bench_step": 60.0,
-    "bench_training_step": 80.0,
+    "bench_step": 50.0,
+    "bench_training_step": 70.0,
     "bench_rows": 30.0,
-    "bench_scaling": 32.0,
+    "bench_scaling": 28.0,
     "bench_noise": 9.0,
     "bench_mask": 8.0,
     "bench_kernels": 6.0,
     "bench_gpu": 60.0,
-}   # 225 without bench_gpu, which is skipped where there is no GPU
+}   # 201 without bench_gpu, which is skipped where there is no GPU
 RACING = 0.3      # of a budget; the rest makes tensors, checks contenders and measures memory in fresh processes
 EXTRA = 0.4       # of a race's seconds, for ours and the limit alone: a best of 6 turns was 15 % above a best of 20
 FULL = 10.0       # --full: that many times as long
