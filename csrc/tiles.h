@@ -10,11 +10,11 @@ namespace dprs {
 
 inline std::vector<Tile> make_tiles(const int64_t* sizes, int64_t params) {
   std::vector<Tile> tiles;
-  int64_t padded = 0;
+  int64_t first = 0;   // padded coordinate of the parameter
   for (int64_t p = 0; p < params; ++p) {
     for (int64_t s = 0; s < sizes[p]; s += kTile)
-      tiles.push_back({p, s, padded + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0, 0, 0, -1});
-    padded += (sizes[p] + 31) / 32 * 32;
+      tiles.push_back({p, s, first + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0, 0, 0, -1});
+    first += padded(sizes[p]);
   }
   return tiles;
 }
