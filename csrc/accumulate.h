@@ -44,117 +44,129 @@ struct RowRange {   // of a group
 struct Scratch {   // one thread's
   alignas(64) double rows[kRows][kTile] = {};             // gathered rows of any dtype
   alignas(64) double packed[kRows][kTile + kWord];        // their kept values, where there are no slots
-  double* factors;                                        // [group][segments]
 };
 alignas(64) const double kZeros[kTile] = {};
 
-inline int64_t first_of(const Accumulate& a, int64_t k) { return k * a.group; }
-inline int64_t count_of(const Accumulate& a, int64_t k) { return least(a.group, a.grads.samples - k * a.group); }
+inline int64_t first_of(const Accumulate& a, const Part& part, int64_t k) { return part.first_sample + k * a.order.group; }
+inline int64_t count_of(const Accumulate& a, const Part& part, int64_t k) {
+  return least(a.order.group, part.samples - k * a.order.group);
+}
+inline double* partials(const Accumulate& a, const Work& work, const Part& part, int64_t t, int64_t k) {
+  return part.partial + ((k & 1) * work.count + t) * a.order.group;
+}
 
-// Calls f(first row, number of rows) for some of a group's rows, a few at a time, the rest one by one.
-template <int AtOnce, class F> DPRS_INLINE void for_rows(RowRange rows, F f) {
+// Calls f(first row, number of rows) for some of a group's rows, at_once at a time, the rest by fewer.
+template <class F> DPRS_INLINE void for_rows(RowRange rows, int64_t at_once, F f) {
   int64_t i = rows.begin;
-  for (; i + AtOnce <= rows.end; i += AtOnce) f(i, Constant<AtOnce>());
+  if (at_once >= 4)
+    for (; i + 4 <= rows.end; i += 4) f(i, Constant<4>());
+  if (at_once >= 2)
+    for (; i + 2 <= rows.end; i += 2) f(i, Constant<2>());
   for (; i < rows.end; ++i) f(i, Constant<1>());
 }
 
 // Row i of the group that a tile's slot holds.
-template <class T> DPRS_INLINE typename PackedOf<T>::type* packed_of(const Accumulate& a, const Tile& tile, int64_t i) {
-  return reinterpret_cast<typename PackedOf<T>::type*>(a.packed + tile.slot) + i * packed_row(tile);
+template <class T> DPRS_INLINE typename PackedOf<T>::type* packed_of(const Part& part, const Tile& tile, int64_t i) {
+  return reinterpret_cast<typename PackedOf<T>::type*>(part.packed + tile.slot) + i * packed_row(tile);
+}
+
+// A tile of samples [i, i + Count): where they lie, or made in this thread's scratch.
+template <class T, int Count>
+DPRS_INLINE Rows<const T> rows_of(const dprs_grads& g, const Tile& tile, int64_t i, Scratch& own) {
+  if (tile.first) return {const_cast<char*>(tile.first) + i * tile.step, tile.step};
+  for (int r = 0; r < Count; ++r) made_row(g, tile, i + r, reinterpret_cast<T*>(own.rows[r]));
+  return {reinterpret_cast<char*>(own.rows), sizeof own.rows[0]};
 }
 
 // row(i, r): the values of row i of the group, `length` of them, the r-th of those at hand.
 template <class T, Sum How, class Row>
-DPRS_INLINE void sums_of_rows(const Accumulate& a, const Scratch& own, const Tile& tile, RowRange some, int64_t length,
+DPRS_INLINE void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length,
                               Row row) {
-  const double* factors = own.factors + a.clip.segment_of[tile.param];
-  for_rows<kRows>(some, [&](int64_t i, auto rows_at_once) {
-    constexpr int Rows = decltype(rows_at_once)::value;
-    const T* rows[Rows];
-    double f[Rows];
-    for (int r = 0; r < Rows; ++r) {
-      f[r] = factors[(i + r) * a.clip.segments];
+  const double* factors = part.factors + a.clip.segment_of[tile.param];
+  for_rows(some, kRows, [&](int64_t i, auto rows_at_once) {
+    constexpr int Count = decltype(rows_at_once)::value;
+    const T* rows[Count];
+    for (int r = 0; r < Count; ++r) {
       const T* values = row(i + r, r);
       // Factor 0 may mean NaN or Inf in the row: add zeros instead (a select: the same instructions; a row that is not
       // packed is then not read a second time).
-      rows[r] = f[r] != 0 ? values : reinterpret_cast<const T*>(kZeros);
+      rows[r] = factors[(i + r) * a.clip.segments] != 0 ? values : reinterpret_cast<const T*>(kZeros);
     }
-    add_rows<T, How, Rows>(rows, f, length, a.acc + 8 * tile.sum);
+    add_rows<T, How, Count>(rows, factors + i * a.clip.segments, a.clip.segments, length, part.acc + 8 * tile.sum);
   });
 }
 
 template <class T, class Row>
-void sums_of_rows(const Accumulate& a, const Scratch& own, const Tile& tile, RowRange some, int64_t length, Row row) {
+void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length, Row row) {
   constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
-  if (!a.integers) sums_of_rows<T, Sum::real>(a, own, tile, some, length, row);
-  else if (a.small) sums_of_rows<T, kSmall>(a, own, tile, some, length, row);
-  else sums_of_rows<T, Sum::integer>(a, own, tile, some, length, row);
+  if (!a.integers) sums_of_rows<T, Sum::real>(a, part, tile, some, length, row);
+  else if (a.small) sums_of_rows<T, kSmall>(a, part, tile, some, length, row);
+  else sums_of_rows<T, Sum::integer>(a, part, tile, some, length, row);
 }
 
 template <class T>
-void sums_of_tile(const Accumulate& a, Scratch& own, const Tile& tile, int64_t k, RowRange some) {
+void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
   typedef typename PackedOf<T>::type P;
   const auto gathered = [&](int64_t i, int r) {
-    return row_of<T>(a.grads, tile, first_of(a, k) + i, reinterpret_cast<T*>(own.rows[r]));
+    return row_of<T>(a.grads, tile, first_of(a, part, k) + i, reinterpret_cast<T*>(own.rows[r]));
   };
   if (tile.kept == Kept::none) return;
   if (tile.slot >= 0) {
-    const auto from_slot = [&](int64_t i, int) { return packed_of<T>(a, tile, i); };
-    sums_of_rows<P>(a, own, tile, some, padded(tile.count), from_slot);
+    const auto from_slot = [&](int64_t i, int) { return packed_of<T>(part, tile, i); };
+    sums_of_rows<P>(a, part, tile, some, padded(tile.count), from_slot);
   } else if (tile.kept == Kept::all) {
-    sums_of_rows<T>(a, own, tile, some, tile.length, gathered);
+    sums_of_rows<T>(a, part, tile, some, tile.length, gathered);
   } else {
     const auto anew = [&](int64_t i, int r) {
       P* to = reinterpret_cast<P*>(own.packed[r]);
-      pack_row(gathered(i, r), a.keep + tile.padded / kWord, tile.blocks, tile.length, to);
+      pack_row(gathered(i, r), a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, to);
       return to;
     };
-    sums_of_rows<P>(a, own, tile, some, padded(tile.count), anew);
+    sums_of_rows<P>(a, part, tile, some, padded(tile.count), anew);
   }
 }
 
 template <class T, bool HasKeep, bool Pack>
-void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
-  const Tile& tile = work.tiles[t];
+void norms_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some,
+                   double* out) {
+  typedef typename PackedOf<T>::type P;
   const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
   const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
-  for_rows<kNormRows>(some, [&](int64_t i, auto rows_at_once) {
-    constexpr int Rows = decltype(rows_at_once)::value;
-    const T* rows[Rows];
-    Packed<T, Rows> to;
-    for (int r = 0; r < Rows; ++r) {
-      rows[r] = row_of<T>(a.grads, tile, first_of(a, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
-      to.rows[r] = Pack ? packed_of<T>(a, tile, i + r) : nullptr;
-    }
-    double* out = a.partial[k & 1] + t * a.group + i;
-    square_norms<HasKeep, Pack, Rows>(rows, keep, tile.blocks, tile.length, scale, out, to);
+  for_rows(some, a.order.at_once, [&](int64_t i, auto rows_at_once) {
+    constexpr int Count = decltype(rows_at_once)::value;
+    const Rows<const T> rows = rows_of<T, Count>(a.grads, tile, first_of(a, part, k) + i, own);
+    const Rows<P> to = {Pack ? reinterpret_cast<char*>(packed_of<T>(part, tile, i)) : nullptr,
+                        Pack ? packed_row(tile) * static_cast<int64_t>(sizeof(P)) : 0};
+    square_norms<HasKeep, Pack, Count>(rows, keep, tile.blocks, tile.length, scale, a.order.ahead, out + i, to);
   });
 }
 
 template <class T>
-void norms_of_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
-  const Tile& tile = work.tiles[t];
+void norms_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some,
+                   double* out) {
   if (tile.kept == Kept::none) {   // public: the mask never depends on data
-    for (int64_t i = some.begin; i < some.end; ++i) a.partial[k & 1][t * a.group + i] = 0;
+    for (int64_t i = some.begin; i < some.end; ++i) out[i] = 0;
   } else if (tile.kept == Kept::some) {
-    if (tile.slot >= 0) norms_of_tile<T, true, true>(a, own, work, t, k, some);
-    else norms_of_tile<T, true, false>(a, own, work, t, k, some);
+    if (tile.slot >= 0) norms_of_tile<T, true, true>(a, own, part, tile, k, some, out);
+    else norms_of_tile<T, true, false>(a, own, part, tile, k, some, out);
   } else {
-    if (tile.slot >= 0) norms_of_tile<T, false, true>(a, own, work, t, k, some);
-    else norms_of_tile<T, false, false>(a, own, work, t, k, some);
+    if (tile.slot >= 0) norms_of_tile<T, false, true>(a, own, part, tile, k, some, out);
+    else norms_of_tile<T, false, false>(a, own, part, tile, k, some, out);
   }
 }
 
 enum Stage { kNorms, kSums };
 
 template <Stage Which>
-inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int64_t t, int64_t k, RowRange some) {
+inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t t, int64_t k,
+                       RowRange some) {
+  const Tile& tile = work.tiles[t];
   const auto visit = [&](auto value) {
     typedef decltype(value) T;
-    if constexpr (Which == kNorms) norms_of_tile<T>(a, own, work, t, k, some);
-    else sums_of_tile<T>(a, own, work.tiles[t], k, some);
+    if constexpr (Which == kNorms) norms_of_tile<T>(a, own, part, tile, k, some, partials(a, work, part, t, k));
+    else sums_of_tile<T>(a, own, part, tile, k, some);
   };
-  switch (a.grads.dtypes[work.tiles[t].param]) {
+  switch (a.grads.dtypes[tile.param]) {
     case DPRS_F32: visit(float()); break;
     case DPRS_F64: visit(double()); break;
     case DPRS_BF16: visit(bf16()); break;
@@ -165,48 +177,62 @@ inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, int6
 // A group that comes from memory twice: four rows from end to end of some tiles, then the next four. Memory likes long
 // streams; the last tiles first, for the sums: the cache may still hold them.
 template <Stage Which>
-inline void stream(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k) {
+inline void stream(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t k) {
   constexpr int64_t kChunk = 16;   // tiles of which sums, 128 KB of them, stay in a core's own cache
-  const int64_t begin = work.first[share], all = work.first[share + 1] - begin, count = count_of(a, k);
+  const int64_t all = part.last_tile - part.first_tile, count = count_of(a, part, k);
   const int64_t chunk = Which == kSums ? kChunk : all > 0 ? all : 1;
   for (int64_t c = (all + chunk - 1) / chunk - 1; c >= 0; --c)
     for (int64_t i = 0; i < count; i += kRows)
       for (int64_t t = c * chunk; t < least(all, (c + 1) * chunk); ++t)
-        visit_tile<Which>(a, own, work, begin + t, k, {i, least(i + kRows, count)});
+        visit_tile<Which>(a, own, work, part, part.first_tile + t, k, {i, least(i + kRows, count)});
 }
 
-// Sums of group k - 1 and norms of group k, as far as there are such groups.
-inline void visit_share(const Accumulate& a, Scratch& own, const Work& work, int64_t share, int64_t k) {
-  const bool sums = k > 0, norms = first_of(a, k) < a.grads.samples;
-  if (a.twice) {
-    if (sums) stream<kSums>(a, own, work, share, k - 1);
-    if (norms) stream<kNorms>(a, own, work, share, k);
+// Sums of group k - 1 and norms of group k, as far as there are such groups. A tile's sums come before the first norms
+// that are packed to its slot.
+inline void visit_part(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t k) {
+  const int64_t sums = k > 0 ? count_of(a, part, k - 1) : 0, norms = count_of(a, part, k);
+  if (a.order.split == DPRS_TWICE) {
+    if (sums > 0) stream<kSums>(a, own, work, part, k - 1);
+    if (norms > 0) stream<kNorms>(a, own, work, part, k);
     return;
   }
-  for (int64_t t = work.first[share]; t < work.first[share + 1]; ++t) {
-    if (sums) visit_tile<kSums>(a, own, work, t, k - 1, {0, count_of(a, k - 1)});
-    if (norms) visit_tile<kNorms>(a, own, work, t, k, {0, count_of(a, k)});
-  }
+  for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once)
+    for (int64_t t = part.first_tile; t < part.last_tile; ++t) {
+      if (i == 0 && sums > 0) visit_tile<kSums>(a, own, work, part, t, k - 1, {0, sums});
+      if (i < norms) visit_tile<kNorms>(a, own, work, part, t, k, {i, least(i + a.order.at_once, norms)});
+    }
 }
 
-// Every thread computes all factors of a group itself, in the same order: cheaper than a second barrier.
-inline void factors_of_group(const Accumulate& a, Scratch& own, const Work& work, int64_t k, double* norms) {
-  const int64_t segments = a.clip.segments, count = count_of(a, k);
-  for (int64_t i = 0; i < count * segments; ++i) own.factors[i] = 0;
-  for (int64_t t = 0; t < work.count; ++t) {
-    const int64_t segment = a.clip.segment_of[work.tiles[t].param];
-    const double* part = a.partial[k & 1] + t * a.group;
-    for (int64_t i = 0; i < count; ++i) own.factors[i * segments + segment] += part[i];
+// Squared norms of a group's samples, over tiles in index order, to part.factors.
+inline void add_partials(const Accumulate& a, const Work& work, const Part& part, int64_t k, int64_t count) {
+  const int64_t segments = a.clip.segments, group = a.order.group;
+  const double* from = partials(a, work, part, 0, k);
+  if (segments == 1 && group <= kRows) {   // in registers: a tenth of the time
+    double sums[kRows] = {};
+    for (int64_t t = 0; t < work.count; ++t)
+      for (int64_t i = 0; i < count; ++i) sums[i] += from[t * group + i];
+    for (int64_t i = 0; i < count; ++i) part.factors[i] = sums[i];
+    return;
   }
+  for (int64_t i = 0; i < count * segments; ++i) part.factors[i] = 0;
+  for (int64_t t = 0; t < work.count; ++t)
+    for (int64_t i = 0; i < count; ++i)
+      part.factors[i * segments + a.clip.segment_of[work.tiles[t].param]] += from[t * group + i];
+}
+
+// Threads that share samples compute all factors each, in the same order: cheaper than a second barrier.
+inline void factors_of_group(const Accumulate& a, const Work& work, const Part& part, int64_t k, double* norms) {
+  const int64_t segments = a.clip.segments, count = count_of(a, part, k);
+  add_partials(a, work, part, k, count);
   for (int64_t i = 0; i < count; ++i) {
-    double* f = own.factors + i * segments;
+    double* f = part.factors + i * segments;
     bool finite = true;   // of all segments: a sample with a NaN in one layer contributes nothing at all
     for (int64_t g = 0; g < segments; ++g) {
       const double scaled = __builtin_sqrt(f[g]);
       const bool in_range = scaled < a.clip.limit;   // false for NaN, too
       finite &= in_range;
       f[g] = in_range ? scaled / a.clip.scales[g] * a.clip.scale : __builtin_inf();
-      if (norms) norms[(first_of(a, k) + i) * segments + g] = f[g];
+      if (norms) norms[(first_of(a, part, k) + i) * segments + g] = f[g];
     }
     for (int64_t g = 0; g < segments; ++g) f[g] = finite ? factor(f[g], a.clip.bounds[g], a) : 0.0;
   }
@@ -226,8 +252,48 @@ inline void meet(Barrier& b, int64_t workers) {
   }
 }
 
+inline int64_t groups_of(const Accumulate& a, const Part& part) {
+  return (part.samples + a.order.group - 1) / a.order.group;
+}
+
+// Each thread has its samples, meets nobody, and has sums of its own.
+inline void accumulate_samples(const Accumulate& a, const Work& work, Scratch& own, int64_t me, int64_t workers) {
+  for (int64_t w = me; w < work.threads; w += workers) {
+    const Part& part = work.parts[w];
+    for (int64_t k = 0; k <= groups_of(a, part); ++k) {
+      visit_part(a, own, work, part, k);
+      if (k < groups_of(a, part)) factors_of_group(a, work, part, k, a.norms);
+    }
+  }
+}
+
+// Each thread has its tiles, of all samples.
+inline void accumulate_tiles(const Accumulate& a, const Work& work, Scratch& own, int64_t me, int64_t workers) {
+  const int64_t groups = groups_of(a, work.parts[0]);
+  for (int64_t k = 0; k <= groups; ++k) {
+    // With fewer threads than asked for, each takes several parts.
+    for (int64_t w = me; w < work.threads; w += workers) visit_part(a, own, work, work.parts[w], k);
+    if (k == groups) break;
+    meet(*a.barrier, workers);
+    // No barrier behind the factors: the norms of group k + 1 go to the other half of `partial`.
+    for (int64_t w = me; w < work.threads; w += workers)
+      factors_of_group(a, work, work.parts[w], k, w == 0 ? a.norms : nullptr);
+  }
+}
+
+// acc of part 0 += those of the others: integers, so the order is free.
+inline void join_sums(const Accumulate& a, const Work& work) {
+  int64_t* to = reinterpret_cast<int64_t*>(work.parts[0].acc);
+#pragma omp parallel for num_threads(work.threads) schedule(static)
+  for (int64_t j = 0; j < a.sums; ++j) {
+    int64_t sum = to[j];
+    for (int64_t w = 1; w < work.threads; ++w) sum += reinterpret_cast<const int64_t*>(work.parts[w].acc)[j];
+    to[j] = sum;
+  }
+}
+
 inline void accumulate(const Accumulate& a, const Work& work) {
-  const int64_t groups = (a.grads.samples + a.group - 1) / a.group;
+  const bool samples = a.order.split == DPRS_SAMPLES;
 #pragma omp parallel num_threads(work.threads)
   {
 #ifdef _OPENMP
@@ -237,16 +303,10 @@ inline void accumulate(const Accumulate& a, const Work& work) {
 #endif
     const FlushSubnormals flush;
     Scratch own;
-    own.factors = a.factors + me * a.stride;
-    for (int64_t k = 0; k <= groups; ++k) {
-      // With fewer threads than asked for, each takes several shares.
-      for (int64_t share = me; share < work.threads; share += workers) visit_share(a, own, work, share, k);
-      if (k == groups) break;
-      meet(*a.barrier, workers);
-      // No barrier behind the factors: the norms of group k + 1 go to the other half of `partial`.
-      factors_of_group(a, own, work, k, me == 0 ? a.norms : nullptr);
-    }
+    if (samples) accumulate_samples(a, work, own, me, workers);
+    else accumulate_tiles(a, work, own, me, workers);
   }
+  if (samples && work.threads > 1) join_sums(a, work);
 }
 
 }  // namespace DPRS_ISA

@@ -1,18 +1,17 @@
 // The C interface: run-time choice of the instruction set, and what does not depend on it.
 #include <atomic>
 #include <cstdlib>
-#include <memory>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 #include "mask.h"
-#include "tiles.h"
+#include "order.h"
 
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 5;
+constexpr int64_t kAbi = 6;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -50,34 +49,55 @@ std::atomic<int64_t>& level() {
 
 const Kernels& kernels() { return *table(level().load(std::memory_order_relaxed)); }
 
+// Not cleared; starts at a cache line.
+struct Scratch {
+  char* const data;
+  explicit Scratch(int64_t bytes) : data(static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64))) {}
+  ~Scratch() { std::free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
+
 }  // namespace
 }  // namespace dprs
 
 using dprs::kernels;
+using dprs::Scratch;
 
 extern "C" {
 
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                        int64_t small, void* acc, int64_t sums, double* norms, int64_t group, int64_t threads) {
+                        int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
+                        int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
   if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
   dprs::note_held(tiles, *grads);
+  dprs::note_places(tiles, *grads);
+  dprs_order way = order ? *order
+                         : dprs::choose_order(dprs::row_bytes(tiles, *grads), sums, grads->samples, threads, unit > 0);
+  if (way.split == DPRS_SAMPLES && unit == 0) way.split = DPRS_TILES;   // float64 sums go by the order of samples
+  const bool own = way.split == DPRS_SAMPLES;
+  const int64_t slots = way.split == DPRS_TWICE ? 0 : dprs::place_slots(tiles, *grads, way.group);
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  // Each thread's factors, and what is its own, start on a cache line of their own.
+  const int64_t factors = (way.group * clip->segments + 15) / 8 * 8, partial = (2 * count * way.group + 15) / 8 * 8;
+  const int64_t copies = own ? threads : 1, extra = (copies - 1) * sums;
+  const Scratch memory(copies * slots + 8 * (extra + copies * partial + threads * factors));
+  if (!memory.data) return DPRS_NO_MEMORY;
+  double* const numbers = reinterpret_cast<double*>(memory.data + copies * slots);   // slots: a multiple of 128 bytes
+  std::fill(numbers, numbers + extra, 0.0);   // the other threads' sums: also 0 as integers
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
-  const int64_t row = dprs::row_bytes(tiles, *grads);
-  const bool twice = group < 0 || (group == 0 && !dprs::fits_slots(row));
-  group = group == 0 ? dprs::choose_group(row, threads) : std::abs(group);
-  const int64_t bytes = twice ? 0 : dprs::place_slots(tiles, *grads, group);
-  const std::unique_ptr<char, decltype(&std::free)> packed(   // not cleared; cache lines, as all of its rows are
-      static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64)), std::free);
-  if (!packed) return DPRS_NO_MEMORY;
-  // Each thread's factors start on a cache line of their own.
-  const int64_t stride = (group * clip->segments + 15) / 8 * 8;
-  std::vector<double> partial(2 * tiles.size() * group), factors(threads * stride);
+  std::vector<dprs::Part> parts(threads);
+  for (int64_t w = 0; w < threads; ++w) {
+    const int64_t copy = own ? w : 0, n = grads->samples, begin = own ? n * w / threads : 0;
+    parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
+                copy == 0 ? static_cast<char*>(acc) : reinterpret_cast<char*>(numbers + (copy - 1) * sums),
+                memory.data + copy * slots, numbers + extra + copy * partial,
+                numbers + extra + copies * partial + w * factors};
+  }
   dprs::Barrier barrier;
-  kernels().accumulate({*grads, *clip, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, static_cast<char*>(acc),
-                        packed.get(), twice, norms, group, {partial.data(), partial.data() + tiles.size() * group},
-                        factors.data(), stride, &barrier},
-                       {tiles.data(), static_cast<int64_t>(tiles.size()), first.data(), threads});
+  kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},
+                       {tiles.data(), count, parts.data(), threads});
   return 0;
 }
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {

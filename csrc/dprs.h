@@ -38,6 +38,19 @@ struct dprs_clip {
   double scale;                // the micro-batch's n under a mean loss, else 1
 };
 
+// The way through samples and coordinates (accumulate.h). Results do not depend on it.
+enum dprs_split {
+  DPRS_TILES = 0,     // each thread has some of the coordinates of all samples; threads meet after each group
+  DPRS_SAMPLES = 1,   // each thread has all coordinates of some samples, and sums of its own; taken for DPRS_TILES if unit = 0
+  DPRS_TWICE = 2,     // as DPRS_TILES, and gradients are read twice, never packed
+};
+struct dprs_order {
+  int64_t split;      // dprs_split
+  int64_t group;      // samples whose norms are taken before they are summed
+  int64_t at_once;    // of which as many are read at the same time: 1, 2 or 4
+  int64_t ahead;      // bytes of a row that memory is asked for in advance
+};
+
 // Values that the sums of a step take, 8 bytes each: those of kept coordinates, in order, each run of 1024 coordinates of a
 // parameter with zeros to a multiple of 32, and 32 more at the end. Both verbs below take that number, `sums`, and return
 // DPRS_OTHER_KEEP, having written nothing, if `keep` asks for another: it is not the mask that `acc` was made for.
@@ -48,10 +61,11 @@ int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep);
 //   small:    contributions of at most 2^29 units: faster, the same bits.
 //   unit = 0: acc is float64 and a contribution is f g.
 // keep: bit-packed, parameters padded to 32 coordinates by zeros, or null (all kept).
-// norms: null or [N, segments]. group: samples per cache window, 0 = choose; negative: as many, read twice, never packed.
+// norms: null or [N, segments]. order: null = choose.
 // Returns 0, or DPRS_NO_MEMORY if there is none for the packed values of a group (nothing was added then).
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
-                        int64_t small, void* acc, int64_t sums, double* norms, int64_t group, int64_t threads);
+                        int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
+                        int64_t threads);
 
 struct dprs_release {
   int64_t params;

@@ -29,17 +29,28 @@ struct Tile {
   int64_t count;    // kept coordinates
   int64_t sum;      // where its sums begin: those of kept coordinates, one after another, a multiple of 32 in all
   int64_t slot;     // where its packed values begin, in bytes; -1: sums read the gradients again
+  const char* first;   // its values in sample 0, where they lie one after another; null: gathered or made (rows.h)
+  int64_t step;        // from there to the same in the next sample, in bytes
 };
 static constexpr int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
 // Values from one packed row to the next: a tile's kept values, zeros to a multiple of 32, and what the last vector that
 // was stored, or the last zeros, may take beyond.
 static constexpr int64_t packed_row(const Tile& tile) { return padded(tile.count) + 32; }
 
-// Work shared out: worker w has tiles [first[w], first[w + 1]).
+// What one thread does: some tiles of some samples.
+struct Part {
+  int64_t first_tile, last_tile;   // [first, last)
+  int64_t first_sample, samples;
+  char* acc;          // sums of kept coordinates (Tile::sum), int64 or float64; those of all threads, or its own
+  char* packed;       // kept values of a group, a slot [group][packed_row] for each tile that has one
+  double* partial;    // [2][tiles][group] squared norms: two groups are in flight
+  double* factors;    // [group][segments]
+};
+
 struct Work {
   const Tile* tiles;
   int64_t count;
-  const int64_t* first;
+  const Part* parts;   // one a thread
   int64_t threads;
 };
 
@@ -53,18 +64,13 @@ struct alignas(64) Barrier {
 struct Accumulate {
   dprs_grads grads;
   dprs_clip clip;
+  dprs_order order;
   const uint32_t* keep;
-  bool integers;       // acc holds int64 multiples of the unit h, else float64
+  bool integers;       // sums are int64 multiples of the unit h, else float64
   bool small;          // a contribution is at most 2^29 units
   double per_unit;     // 1/h, or 1 without a unit
-  char* acc;           // sums of kept coordinates (Tile::sum), int64 or float64
-  char* packed;        // kept values of a group, a slot [group][packed_row] for each tile that has one
-  bool twice;          // no tile has one: all gradients come from memory twice
+  int64_t sums;        // values of acc
   double* norms;       // null or [N, segments]
-  int64_t group;       // samples per group
-  double* partial[2];  // [tiles][group] squared norms; two groups are in flight
-  double* factors;     // [threads][stride], of which [group][segments] are used
-  int64_t stride;
   Barrier* barrier;
 };
 

@@ -13,6 +13,8 @@ namespace DPRS_ISA {
 
 constexpr int kBatch = 64;   // blocks transformed together: their pairs take 8 KB
 constexpr int kPairs = 4 * kBatch;
+constexpr int kTogether = kSets * kBlocks;   // blocks whose words are made together
+static_assert(kBatch % kTogether == 0 && kTile / 8 % kTogether == 0, "whole sets");
 
 // Box-Muller for a batch of pairs, in stages. Each stage is a short loop whose turns do not wait for each other: 1.7 ns
 // a normal, where the same operations pair by pair, a chain of 100 cycles, took 2.5.
@@ -116,21 +118,23 @@ DPRS_INLINE void store_pairs(double* to, f64v x, f64v y) {
 #endif
 }
 
-// The normals of the listed blocks, z[8 * place in the list + coordinate]; z has room for a multiple of kBlocks blocks.
-// words_of(first, words): the words of kBlocks blocks, of which the list's end may cut off some.
+// The normals of the listed blocks, z[8 * place in the list + coordinate]; z has room for a multiple of kTogether blocks.
+// words_of(first, words): the words of kTogether blocks, of which the list's end may cut off some.
 template <class Words> inline void normals_of_blocks(int64_t blocks, double* z, Words words_of) {
   Pairs pairs;
   for (int64_t done = 0; done < blocks; done += kBatch, z += 8 * kBatch) {
     int count = 0;   // of pairs: [group of kBlocks blocks][pair in a block][block]
-    for (int64_t b = done; b < least(done + kBatch, blocks); b += kBlocks) {
-      u32v words[16];
+    for (int64_t b = done; b < least(done + kBatch, blocks); b += kTogether) {
+      u32v words[kSets][16];
       words_of(b, words);
-      for (int pair = 0; pair < 4; ++pair) {
-        u64v radius[2], angle[2];
-        join_halves(words[4 * pair], words[4 * pair + 1], radius);
-        join_halves(words[4 * pair + 2], words[4 * pair + 3], angle);
-        for (int half = 0; half < 2; ++half, count += kLanes) pairs.put(count, radius[half], angle[half]);
-      }
+      for (int set = 0; set < kSets; ++set)
+        for (int pair = 0; pair < 4; ++pair) {
+          const u32v* w = words[set] + 4 * pair;
+          u64v radius[2], angle[2];
+          join_halves(w[0], w[1], radius);
+          join_halves(w[2], w[3], angle);
+          for (int half = 0; half < 2; ++half, count += kLanes) pairs.put(count, radius[half], angle[half]);
+        }
     }
     pairs.minus_two_logs(count);
     pairs.cosines_and_sines(count);
@@ -179,7 +183,9 @@ inline void normals_of_tile(const dprs_release& r, const uint32_t* keep, const T
     count += bits != 0;   // nothing kept: public, so skipping tells nobody anything
   }
   const ChaCha20 cipher(r.key, r.step);
-  normals_of_blocks(count, z, [&](int64_t first, u32v* words) { cipher(list.low + first, list.high + first, words); });
+  normals_of_blocks(count, z, [&](int64_t first, u32v (&words)[kSets][16]) {
+    cipher(list.low + first, list.high + first, words);
+  });
 }
 
 // One tile: out = (rint(S/g) + rint(std z/g)) (g/divisor) where kept, +0 elsewhere.
@@ -247,9 +253,9 @@ inline void normals(const uint32_t* key, uint64_t step, uint64_t first, int64_t 
   for (int64_t done = 0; done < blocks; done += kBatch) {
     alignas(64) double z[8 * kBatch];
     const int64_t some = least(kBatch, blocks - done);
-    normals_of_blocks(some, z, [&](int64_t b, u32v* words) {
-      Blocks<kBlocks> wanted;
-      for (int i = 0; i < kBlocks; ++i) wanted.set(i, first + done + b + i);
+    normals_of_blocks(some, z, [&](int64_t b, u32v (&words)[kSets][16]) {
+      Blocks<kTogether> wanted;
+      for (int i = 0; i < kTogether; ++i) wanted.set(i, first + done + b + i);
       cipher(wanted.low, wanted.high, words);
     });
     std::memcpy(out + 8 * done, z, 64 * some);
@@ -257,22 +263,24 @@ inline void normals(const uint32_t* key, uint64_t step, uint64_t first, int64_t 
 }
 inline void normals_from_words(const uint32_t* given, int64_t blocks, double* out) {
   for (int64_t b = 0; b < blocks; ++b) {
-    alignas(64) double z[8 * kBlocks];
-    normals_of_blocks(1, z, [&](int64_t, u32v* words) {
-      for (int i = 0; i < 16; ++i) words[i] = u32v{} + given[16 * b + i];
+    alignas(64) double z[8 * kTogether];
+    normals_of_blocks(1, z, [&](int64_t, u32v (&words)[kSets][16]) {
+      for (auto& set : words)
+        for (int i = 0; i < 16; ++i) set[i] = u32v{} + given[16 * b + i];
     });
     std::memcpy(out + 8 * b, z, 64);
   }
 }
 inline void words(const uint32_t* key, uint64_t step, uint64_t first, int64_t blocks, uint32_t* out) {
   const ChaCha20 cipher(key, step);
-  for (int64_t done = 0; done < blocks; done += kBlocks) {
-    Blocks<kBlocks> wanted;
-    for (int b = 0; b < kBlocks; ++b) wanted.set(b, first + done + b);
-    u32v made[16];
+  for (int64_t done = 0; done < blocks; done += kTogether) {
+    Blocks<kTogether> wanted;
+    for (int b = 0; b < kTogether; ++b) wanted.set(b, first + done + b);
+    u32v made[kSets][16];
     cipher(wanted.low, wanted.high, made);
-    for (int64_t b = 0; b < least(kBlocks, blocks - done); ++b)
-      for (int i = 0; i < 16; ++i) out[16 * (done + b) + i] = made[i][lane_of_block(static_cast<int>(b))];
+    for (int64_t b = 0; b < least(kTogether, blocks - done); ++b)
+      for (int i = 0; i < 16; ++i)
+        out[16 * (done + b) + i] = made[b / kBlocks][i][lane_of_block(static_cast<int>(b % kBlocks))];
   }
 }
 

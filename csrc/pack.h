@@ -29,46 +29,46 @@ DPRS_INLINE __m256i order(const uint8_t* numbers) {
 }
 #endif
 
-// Lanes whose bit is set go to to[0], to[1], ...; a whole register is written, of which the rest is anything. Returns how
-// many were set.
-DPRS_INLINE int pack(float* to, f32v x, uint32_t bits) {
-  bits &= (1u << kStep) - 1;
-#if defined(__AVX512F__)
-  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), bitcast<__m512>(x)));
-  return __builtin_popcount(bits);
-#elif defined(__AVX2__)
-  _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(bitcast<__m256>(x), order(kOrders.of[bits])));
+// How many of at most 8 bits are set; AVX-512 and AVX2 have an instruction for it, and for 16.
+DPRS_INLINE int count_bits(uint32_t bits) {
+#if defined(__AVX2__)
   return __builtin_popcount(bits);
 #else
-  int n = 0;
-  for (int pair = 0; pair < kLanes; ++pair, bits >>= 2) {   // 64 bits hold two; of these the first may have to go
-    store(to + n, bitcast<u64v>(x)[pair] >> (~bits << 5 & 32));
-    n += (bits & 1) + (bits >> 1 & 1);
-  }
-  return n;
+  bits -= bits >> 1 & 0x55;
+  bits = (bits & 0x33) + (bits >> 2 & 0x33);
+  return static_cast<int>((bits + (bits >> 4)) & 0xf);
 #endif
 }
-DPRS_INLINE int pack(double* to, f64v x, uint32_t bits) {
-  bits &= (1u << kLanes) - 1;
+
+// Lanes whose bit is set go to to[0], to[1], ...; a whole register is written, of which the rest is anything. bits: one for
+// each lane, and no others.
+DPRS_INLINE void pack(float* to, f32v x, uint32_t bits) {
+#if defined(__AVX512F__)
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), bitcast<__m512>(x)));
+#elif defined(__AVX2__)
+  _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(bitcast<__m256>(x), order(kOrders.of[bits])));
+#else
+  for (int pair = 0; pair < kLanes; ++pair, bits >>= 2) {   // 64 bits hold two; of these the first may have to go
+    store(to, bitcast<u64v>(x)[pair] >> (~bits << 5 & 32));
+    to += (bits & 1) + (bits >> 1 & 1);
+  }
+#endif
+}
+DPRS_INLINE void pack(double* to, f64v x, uint32_t bits) {
 #if defined(__AVX512F__)
   _mm512_storeu_pd(to, _mm512_maskz_compress_pd(static_cast<__mmask8>(bits), x));
-  return __builtin_popcount(bits);
 #elif defined(__AVX2__)
   store(to, _mm256_permutevar8x32_epi32(bitcast<__m256i>(x), order(kOrders.of[kTwice[bits]])));
-  return __builtin_popcount(bits);
 #else
-  int n = 0;
   for (int l = 0; l < kLanes; ++l) {
-    to[n] = x[l];
-    n += bits >> l & 1;
+    *to = x[l];
+    to += bits >> l & 1;
   }
-  return n;
 #endif
 }
 
 // The way back, of 64 bits: lanes whose bit is set from from[0], from[1], ..., zero in the others. kLanes are read.
 DPRS_INLINE u64v unpack(const void* from, uint32_t bits) {
-  bits &= (1u << kLanes) - 1;
 #if defined(__AVX512F__)
   return bitcast<u64v>(_mm512_maskz_expand_epi64(static_cast<__mmask8>(bits), load<__m512i>(from)));
 #elif defined(__AVX2__)
@@ -90,27 +90,31 @@ template <class T> DPRS_INLINE void clear_word(T* to) {
   for (int i = 0; i < kWord; i += static_cast<int>(sizeof(f64v) / sizeof(T))) store(to + i, f64v{});
 }
 
-// Asks for what comes 1 KB behind vector v of a word, once a cache line: hardware reads ahead, too, but stops at the end of
-// a page, and a tile of fp32 is as long as one. 0.5 to 4 KB are nearly as good.
-template <class T> DPRS_INLINE void ask_ahead(const T* word, int v) {
+// Asks for what comes `ahead` bytes behind vector v of a word, once a cache line.
+template <class T> DPRS_INLINE void ask_ahead(const T* word, int v, int64_t ahead) {
   const int at = v * kStep * static_cast<int>(sizeof(T));
-  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at + 1024, 0, 3);
+  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at + ahead, 0, 3);
 }
 
 // Kept values of a row, as norms.h packs them beside its squares.
 template <class T, class P>
-inline void pack_row(const T* row, const uint32_t* keep, uint32_t blocks, int64_t length, P* to) {
+inline void pack_row(const T* row, const uint32_t* keep, uint32_t blocks, int64_t length, int64_t ahead, P* to) {
   for (int64_t begin = 0; begin < length; begin += kBlock) {
     if (!(blocks >> begin / kBlock & 1)) continue;
     to = fold_words<1>(&row, keep, begin, least(begin + kBlock, length), to,
-                       [](P* next, const T* const* p, int64_t from, int64_t, uint32_t word) {
+                       [ahead](P* next, const T* const* p, int64_t from, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v) {
-        ask_ahead(p[0] + from, v);
+        ask_ahead(p[0] + from, v, ahead);
         if constexpr (sizeof(P) == 8) {
-          next += pack(next, load<f64v>(p[0] + from + v * kStep), word >> v * kStep);
-          next += pack(next, load<f64v>(p[0] + from + v * kStep + kLanes), word >> (v * kStep + kLanes));
+          for (int l = v * kStep; l < (v + 1) * kStep; l += kLanes) {
+            const uint32_t bits = some_bits(word, l, kLanes);
+            pack(next, load<f64v>(p[0] + from + l), bits);
+            next += count_bits(bits);
+          }
         } else {
-          next += pack(next, load_f32(p[0] + from + v * kStep), word >> v * kStep);
+          const uint32_t bits = some_bits(word, v * kStep, kStep);
+          pack(next, load_f32(p[0] + from + v * kStep), bits);
+          next += count_bits(bits);
         }
       }
       return next;

@@ -9,6 +9,13 @@ namespace dprs {
 namespace DPRS_ISA {
 
 constexpr int kBlocks = 2 * kLanes;   // blocks at a time: 32-bit lanes in a native register
+#if defined(__AVX512F__)
+// Of these, side by side in the 32 registers: one set alone waits for its own results. 550,570 normals take 0.86 ms in the
+// place of 1.04 on a Zen 5 core.
+constexpr int kSets = 2;
+#else
+constexpr int kSets = 1;
+#endif
 
 template <int Bits> DPRS_INLINE u32v rotate(u32v x) { return (x << Bits) | (x >> (32 - Bits)); }
 #if defined(__AVX2__) && !defined(__AVX512F__)   // AVX-512 has a rotate, and compilers find it
@@ -80,26 +87,27 @@ class ChaCha20 {
     first[14] = u32v{} + static_cast<uint32_t>(step);
     first[15] = u32v{} + static_cast<uint32_t>(step >> 32);
   }
-  // words[i] = word i of each of kBlocks blocks, whose numbers come as low and high halves.
-  void operator()(const uint32_t* low_counter, const uint32_t* high_counter, u32v words[16]) const {
-    const u32v counter[2] = {load<u32v>(low_counter), load<u32v>(high_counter)};
-    u32v x[16];
-    for (int i = 0; i < 16; ++i) x[i] = first[i];
-    x[12] = counter[0];
-    x[13] = counter[1];
-    for (int round = 0; round < 20; round += 2) {
-      quarter_round(x[0], x[4], x[8], x[12]);
-      quarter_round(x[1], x[5], x[9], x[13]);
-      quarter_round(x[2], x[6], x[10], x[14]);
-      quarter_round(x[3], x[7], x[11], x[15]);
-      quarter_round(x[0], x[5], x[10], x[15]);
-      quarter_round(x[1], x[6], x[11], x[12]);
-      quarter_round(x[2], x[7], x[8], x[13]);
-      quarter_round(x[3], x[4], x[9], x[14]);
+  // words[s][i] = word i of each of kBlocks blocks, whose numbers come as low and high halves; Sets times as many.
+  template <int Sets>
+  DPRS_INLINE void operator()(const uint32_t* low_counter, const uint32_t* high_counter, u32v (&words)[Sets][16]) const {
+    u32v x[Sets][16];
+    DPRS_UNROLL for (int s = 0; s < Sets; ++s) {
+      DPRS_UNROLL for (int i = 0; i < 16; ++i) x[s][i] = first[i];
+      x[s][12] = load<u32v>(low_counter + s * kBlocks);
+      x[s][13] = load<u32v>(high_counter + s * kBlocks);
     }
-    for (int i = 0; i < 16; ++i) words[i] = x[i] + first[i];
-    words[12] = x[12] + counter[0];
-    words[13] = x[13] + counter[1];
+    for (int round = 0; round < 20; round += 2) {
+      DPRS_UNROLL for (int i = 0; i < 4; ++i)
+        DPRS_UNROLL for (int s = 0; s < Sets; ++s) quarter_round(x[s][i], x[s][4 + i], x[s][8 + i], x[s][12 + i]);
+      DPRS_UNROLL for (int i = 0; i < 4; ++i)
+        DPRS_UNROLL for (int s = 0; s < Sets; ++s)
+          quarter_round(x[s][i], x[s][4 + (i + 1) % 4], x[s][8 + (i + 2) % 4], x[s][12 + (i + 3) % 4]);
+    }
+    DPRS_UNROLL for (int s = 0; s < Sets; ++s) {
+      DPRS_UNROLL for (int i = 0; i < 16; ++i) words[s][i] = x[s][i] + first[i];
+      words[s][12] = x[s][12] + load<u32v>(low_counter + s * kBlocks);
+      words[s][13] = x[s][13] + load<u32v>(high_counter + s * kBlocks);
+    }
   }
 };
 

@@ -62,12 +62,11 @@ template <class F> DPRS_INLINE void for_blocks(const Tile& tile, F f) {
     if (tile.blocks >> begin / kBlock & 1) f(begin, least(kBlock, tile.length - begin));
 }
 
-// The values of `tile` for sample i: in place where a sample is contiguous, else gathered or made in `scratch`, there
-// in blocks that have a kept coordinate.
-template <class T>
-inline const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scratch) {
+// The values of `tile` for sample i where they do not lie one after another: gathered or made in `scratch`, in blocks that
+// have a kept coordinate.
+template <class T> inline const T* made_row(const dprs_grads& g, const Tile& tile, int64_t i, T* scratch) {
   const T* sample = static_cast<const T*>(g.data[tile.param]) + i * g.row_strides[tile.param];
-  const int64_t dims = g.dims[tile.param], at = tile.param * DPRS_MAX_DIMS;
+  const int64_t at = tile.param * DPRS_MAX_DIMS;
   if constexpr (sizeof(T) >= 4)   // 16-bit factors are widened by the caller
     if (g.right[tile.param]) {
       const T* a = static_cast<const T*>(g.right[tile.param]) + i * g.strides[at];
@@ -80,9 +79,12 @@ inline const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scra
     for_blocks(tile, [&](int64_t c, int64_t n) { place(sample, held, row, tile.start + c, n, scratch + c); });
     return scratch;
   }
-  if (dims == 0) return sample + tile.start + tile.shift;
-  gather(sample, g.shapes + at, g.strides + at, dims, tile.start, tile.length, scratch);
+  gather(sample, g.shapes + at, g.strides + at, g.dims[tile.param], tile.start, tile.length, scratch);
   return scratch;
+}
+
+template <class T> DPRS_INLINE const T* row_of(const dprs_grads& g, const Tile& tile, int64_t i, T* scratch) {
+  return tile.first ? reinterpret_cast<const T*>(tile.first + i * tile.step) : made_row(g, tile, i, scratch);
 }
 
 }  // namespace DPRS_ISA

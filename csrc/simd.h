@@ -59,6 +59,12 @@ template <class To, class From> DPRS_INLINE To bitcast(From v) {
   std::memcpy(&r, &v, sizeof r);
   return r;
 }
+// x in an ordinary register: GCC would hold keep bits in AVX-512's mask registers alone, shift them there (4 cycles) and
+// fetch them back to count them (through the ports that stores need).
+DPRS_INLINE uint32_t in_register(uint32_t x) {
+  __asm__("" : "+r"(x));
+  return x;
+}
 DPRS_INLINE f64v splat(double x) { return f64v{} + x; }
 
 // Subnormal numbers (fp32: below 1.2e-38) count as zero while this lives: some CPUs take 100 times longer over them, and callers
@@ -229,6 +235,7 @@ struct Pair {   // an f32v's values as float64
 constexpr int kStep = 2 * kLanes;
 constexpr int kWord = 32;
 constexpr int kVectors = kWord / kStep;
+DPRS_INLINE uint32_t some_bits(uint32_t word, int from, int count) { return word >> from & ((1u << count) - 1); }
 
 // The word's bits for vector v: which values of it are kept. AVX-512 has registers for that; elsewhere 0 or ~0 a value.
 #if defined(__AVX512F__)

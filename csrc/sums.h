@@ -63,13 +63,14 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
   }
 }
 
-// acc: 8 bytes a value, a multiple of kWord of them.
+// factors: one a row, `step` apart, not written lately: a load that spans two recent stores waits until all stores before
+// them are done. acc: 8 bytes a value, a multiple of kWord of them.
 template <class T, Sum How, int Rows>
-inline void add_rows(const T* const* rows, const double* factors, int64_t length, char* acc) {
+inline void add_rows(const T* const* rows, const double* factors, int64_t step, int64_t length, char* acc) {
   struct {
     typename FactorOf<T, How>::type f[Rows];
   } own;
-  for (int r = 0; r < Rows; ++r) own.f[r] = static_cast<typename FactorOf<T, How>::type>(factors[r]);
+  for (int r = 0; r < Rows; ++r) own.f[r] = static_cast<typename FactorOf<T, How>::type>(factors[r * step]);
   // Captured by value: the compiler then knows that storing sums leaves the factors alone.
   fold_words<Rows>(rows, nullptr, 0, length, 0, [own, acc](int, const T* const* p, int64_t at, int64_t c, uint32_t) {
     for (int v = 0; v < kVectors; ++v)

@@ -13,27 +13,20 @@ inline std::vector<Tile> make_tiles(const int64_t* sizes, int64_t params) {
   int64_t first = 0;   // padded coordinate of the parameter
   for (int64_t p = 0; p < params; ++p) {
     for (int64_t s = 0; s < sizes[p]; s += kTile)
-      tiles.push_back({p, s, first + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0, 0, 0, -1});
+      tiles.push_back({p, s, first + s, std::min<int64_t>(kTile, sizes[p] - s), Kept::all, 0xF, false, 0, 0, 0, -1,
+                       nullptr, 0});
     first += padded(sizes[p]);
   }
   return tiles;
 }
 
-inline int64_t touched(const Tile& tile) {   // coordinates
-  return std::min<int64_t>(tile.length, kBlock * __builtin_popcount(tile.blocks));
-}
-
-// Contiguous shares of the tiles, balanced by coordinates (small parameters make short tiles).
-inline std::vector<int64_t> share_tiles(const std::vector<Tile>& tiles, int64_t threads) {
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  std::vector<int64_t> first(threads + 1, count);
-  int64_t total = 0, seen = 0, share = 0;
-  for (const Tile& t : tiles) total += touched(t);
-  for (int64_t i = 0; i < count; ++i) {
-    while (share < threads && seen * threads >= share * total) first[share++] = i;
-    seen += touched(tiles[i]);
-  }
-  return first;
+// Bits of a word that are set. This file is compiled for any CPU, where __builtin_popcount is a call: 70 us a step for
+// DP-CNN's mask, these operations 15, because the compiler does several words at once.
+inline int64_t popcount(uint32_t x) {
+  x -= x >> 1 & 0x55555555u;
+  x = (x & 0x33333333u) + (x >> 2 & 0x33333333u);
+  x = (x + (x >> 4)) & 0x0f0f0f0fu;
+  return (x * 0x01010101u) >> 24;
 }
 
 // What the mask leaves of each tile. Returns how long the sums of all are, with room for a register that ends beyond.
@@ -46,7 +39,7 @@ inline int64_t note_kept(std::vector<Tile>& tiles, const uint32_t* keep) {
       for (int64_t c = 0; c < tile.length; c += 32) {
         const uint32_t word = keep[(tile.padded + c) / 32];   // no bit is set beyond the end of a parameter
         tile.blocks |= (word != 0) << c / kBlock;
-        tile.count += __builtin_popcount(word);
+        tile.count += popcount(word);
       }
       tile.kept = tile.count == 0 ? Kept::none : tile.count == tile.length ? Kept::all : Kept::some;
     }
@@ -82,42 +75,45 @@ inline void note_held(std::vector<Tile>& tiles, const dprs_grads& g) {
   }
 }
 
-// Whether a tile's kept values are packed: not where all of it is kept and lies where the gradients are, one after another.
-inline bool is_packed(const dprs_grads& g, const Tile& tile) {
-  const bool in_place = !g.right[tile.param] && !tile.scattered && g.dims[tile.param] == 0;
-  return tile.kept == Kept::some || (tile.kept == Kept::all && !in_place);
+inline int64_t width_of(const dprs_grads& g, const Tile& tile) {   // bytes of a value
+  const int64_t dtype = g.dtypes[tile.param];
+  return dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2;
 }
+
+// Where the tiles' values lie.
+inline void note_places(std::vector<Tile>& tiles, const dprs_grads& g) {
+  for (Tile& tile : tiles) {
+    if (g.right[tile.param] || tile.scattered || g.dims[tile.param] != 0) continue;
+    const int64_t width = width_of(g, tile);
+    tile.first = static_cast<const char*>(g.data[tile.param]) + width * (tile.start + tile.shift);
+    tile.step = width * g.row_strides[tile.param];
+  }
+}
+
+// Whether a tile's kept values are packed: not where all of it is kept and lies where the gradients are, one after another.
+inline bool is_packed(const Tile& tile) { return tile.kept == Kept::some || (tile.kept == Kept::all && !tile.first); }
 inline int64_t slot_bytes(const dprs_grads& g, const Tile& tile) {   // of one sample
   return packed_row(tile) * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
 }
 
-// Of one sample, what sums read.
-inline int64_t row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
-  int64_t bytes = 0;
+// What one sample has for sums to read, in bytes: packed values, and gradients that are read again where they lie.
+struct RowBytes {
+  int64_t packed, again;
+};
+inline RowBytes row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
+  RowBytes row = {0, 0};
   for (const Tile& tile : tiles) {
-    const int64_t dtype = g.dtypes[tile.param], width = dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2;
-    bytes += is_packed(g, tile) ? slot_bytes(g, tile) : tile.count * width;
+    if (is_packed(tile)) row.packed += slot_bytes(g, tile);
+    else row.again += tile.count * width_of(g, tile);
   }
-  return bytes;
-}
-
-constexpr int64_t kOwnCache = 128 << 10;   // of slots, a thread: an eighth, or a quarter, of its core's own cache
-constexpr int64_t kMostSlots = 32 << 20;   // of all: beyond, writing and reading them takes as long as a second read
-
-inline bool fits_slots(int64_t row) { return 4 * row <= kMostSlots; }
-
-// Samples per group: kOwnCache a thread, so that sums read what norms have left there; at least 4, the rows that one pass
-// over the sums takes. Rows that are read twice: 32, because sums, 8 bytes a coordinate, are read and written once a group.
-inline int64_t choose_group(int64_t row, int64_t threads) {
-  if (!fits_slots(row)) return 32;
-  return std::clamp<int64_t>(threads * kOwnCache / std::max<int64_t>(row, 1) / 4 * 4, 4, 64);
+  return row;
 }
 
 // Slots for the packed values of a group of samples; returns the bytes of all.
 inline int64_t place_slots(std::vector<Tile>& tiles, const dprs_grads& g, int64_t group) {
   int64_t bytes = 0;
   for (Tile& tile : tiles) {
-    if (!is_packed(g, tile)) continue;
+    if (!is_packed(tile)) continue;
     tile.slot = bytes;
     bytes += group * slot_bytes(g, tile);
   }

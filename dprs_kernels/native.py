@@ -18,7 +18,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 5
+ABI = 6
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -41,6 +41,12 @@ class Clip(ctypes.Structure):
                 ("gamma", _f64), ("scale", _f64)]   # fmt: skip
 
 
+class Order(ctypes.Structure):
+    """dprs_order"""
+
+    _fields_ = [("split", _i64), ("group", _i64), ("at_once", _i64), ("ahead", _i64)]
+
+
 class Release(ctypes.Structure):
     """dprs_release"""
 
@@ -59,7 +65,7 @@ class Conv(ctypes.Structure):
 _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
-    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _i64, _i64]),
+    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
     "dprs_release_noised": (_i64, [_ptr, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),

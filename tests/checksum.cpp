@@ -16,7 +16,12 @@ static uint64_t hash(const void* data, size_t bytes, uint64_t h) {
   return h;
 }
 
-static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads, int64_t group) {
+static const dprs_order kSomeTiles = {DPRS_TILES, 4, 4, 1024}, kRowByRow = {DPRS_SAMPLES, 4, 1, 8192},
+                        kTwoRows = {DPRS_TILES, 2, 2, 4096}, kTwice = {DPRS_TWICE, 4, 4, 1024};
+static const dprs_order* const kOrders[] = {nullptr, &kSomeTiles, &kRowByRow, &kTwoRows, &kTwice};   // first: chosen
+
+static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads,
+                    const dprs_order* order) {
   const std::vector<int64_t> sizes = {1500, 7, 96};
   const int64_t n = 11, padded = 1504 + 32 + 96, width = dtype == 1 ? 8 : dtype == 0 ? 4 : 2;
   state = 42;
@@ -48,7 +53,7 @@ static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, doub
   std::vector<int64_t> acc(dprs_sums(sizes.data(), 3, masked ? keep.data() : nullptr), 0);
   std::vector<double> norms(n);
   dprs_accumulate(&grads, masked ? keep.data() : nullptr, &clip, unit, small, acc.data(), acc.size(),
-                  norms.data(), group, threads);
+                  norms.data(), order, threads);
   uint64_t h = hash(norms.data(), 8 * n, hash(acc.data(), 8 * acc.size(), 14695981039346656037ull));
   std::vector<std::vector<unsigned char>> outs;
   std::vector<void*> to;
@@ -67,10 +72,10 @@ int main() {
     for (int64_t dtype = 0; dtype < 4; ++dtype)
       for (int masked = 0; masked < 2; ++masked)
         for (int how = 0; how < 4; ++how)
-          for (int64_t group : {0, 4, -4})   // chosen, packed in slots, read twice
+          for (const dprs_order* order : kOrders)
             std::printf("dtype %d masked %d how %d: %016llx\n", static_cast<int>(dtype), masked, how,
                         static_cast<unsigned long long>(
                             one(dtype, masked, how == 0 ? 0 : std::ldexp(1.0, how == 3 ? -40 : -29), how == 1,
-                                how == 2 ? 0.01 : -1.0, 1 + how, group)));
+                                how == 2 ? 0.01 : -1.0, 1 + how, order)));
   }
 }

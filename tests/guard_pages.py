@@ -62,10 +62,10 @@ def main(touch):
                     guarded = [between(values, at_end=at_end) for values in kept]
                     if touch and at_end == (touch == "after"):
                         ctypes.string_at(guarded[0].data_ptr() + (guarded[0].nbytes if at_end else -1), 1)
-                    for twice in (False, True):
-                        with cpu.group_size(4, twice=twice):
+                    for split in cpu.SPLITS:
+                        with cpu.order(split):
                             found = sums([RowGrads(*pair) for pair in zip(guarded, rows, strict=True)], keep)
-                        assert all(map(torch.equal, found, expected)), (dtype, rate, level, at_end, twice)
+                        assert all(map(torch.equal, found, expected)), (dtype, rate, level, at_end, split)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,27 @@ all over the expected batch size, plus one rounding to the output's dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from dprs_kernels import KeepMask, NoiseSource, fused_rs_dp_step, reference
-from dprs_kernels.backends import unavailable
+from dprs_kernels.backends import cpu, unavailable
 from dprs_kernels.layout import Layout
 from dprs_kernels.plan import StepPlan, make_plan
 
 BACKENDS = [name for name in ("reference", "cpu") if not unavailable(name, torch.device("cpu"))]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Ways through samples and coordinates that the CPU kernels know (csrc/order.h), the chosen one first: contexts to make.
+ORDERS: list[Callable[[], AbstractContextManager[None]]] = [
+    nullcontext,
+    *(partial(cpu.order, split, group=group, at_once=at_once)
+      for split, group, at_once in (("tiles", 1, 1), ("tiles", 3, 2), ("tiles", 64, 4), ("samples", 2, 1),
+                                    ("samples", 5, 4), ("samples", 4, 2), ("twice", 4, 4), ("twice", 13, 2))),
+]   # fmt: skip
 MARGIN = 2.0**-20
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 0.0, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 

@@ -18,7 +18,7 @@ from dprs_kernels.backends import cpu
 from dprs_kernels.outer import OuterProducts
 from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.structure import STRUCTURES
-from tests.oracle import DTYPES, Setting, assert_true, random_grads, run
+from tests.oracle import DTYPES, ORDERS, Setting, assert_true, random_grads, run
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -81,16 +81,16 @@ def kinds_of_gradients(dtype):
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sigma", [1.0, 0.001, 0.0])
-def test_groups_of_any_size_and_no_slots_give_the_same_bits(dtype, sigma, restored_level):
-    """Packed in slots, or read twice, in long streams, as where no cache would hold a slot (csrc/accumulate.h)."""
+def test_any_order_gives_the_same_bits(dtype, sigma, restored_level):
+    """Tiles or samples shared out, packed in slots or read twice, one row at a time or four (csrc/order.h)."""
     before = torch.get_num_threads()
     for grads, keep in kinds_of_gradients(dtype):
         setting, results = Setting(noise_multiplier=sigma), []
         try:
-            for threads, group, twice in ((1, 0, False), (2, 4, True), (5, 13, True), (1, 6, True), (2, 5, False)):
+            for threads, order in zip((1, 2, 5, 1, 2, 3, 1, 2, 20), ORDERS, strict=True):
                 torch.set_num_threads(threads)
                 for _ in each_level():
-                    with cpu.group_size(group, twice=twice):
+                    with order():
                         results.append(run("cpu", grads, keep, setting))
         finally:
             torch.set_num_threads(before)
@@ -101,14 +101,15 @@ def test_groups_of_any_size_and_no_slots_give_the_same_bits(dtype, sigma, restor
 
 
 @needs_native
-@pytest.mark.parametrize("size", [1_200_000, 2_400_000])
-def test_large_rows_give_the_same_bits(size):
-    """Four rows take less, and more, than kMostSlots of csrc/tiles.h."""
-    grads, keep = random_grads([(size,)], 9), KeepMask.draw([(size,)], drop_rate=0.1, seed=0, draw=0)
+@pytest.mark.parametrize(("size", "samples"), [(20_000, 70), (1_200_000, 9), (2_400_000, 9), (4_800_000, 3)])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_rows_of_any_size_give_the_same_bits(size, samples, rate):
+    """One, two and four rows take less, and more, than the caches of csrc/order.h."""
+    grads, keep = random_grads([(size,)], samples), KeepMask.draw([(size,)], drop_rate=rate, seed=0, draw=0)
     found = run("cpu", grads, keep, Setting())
-    for twice in (False, True):
-        with cpu.group_size(4, twice=twice):
-            assert torch.equal(found[0], run("cpu", grads, keep, Setting())[0])
+    for split in cpu.SPLITS:
+        with cpu.order(split):
+            assert torch.equal(found[0], run("cpu", grads, keep, Setting())[0]), split
 
 
 @needs_native
@@ -150,10 +151,10 @@ def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
         clean.append(torch.where(kept, grad, 0.0))
     plan = Setting(noise_multiplier=sigma).plan(keep.layout)
     for _ in each_level():
-        for twice in (False, True):
+        for order in ORDERS:
             totals = torch.zeros(2, cpu.sums(keep.layout, keep.bits), dtype=reference.total_dtype(plan))
             for total, part in zip(totals, (spoilt, clean), strict=True):
-                with cpu.group_size(4, twice=twice):
+                with order():
                     cpu.accumulate_(total, part, keep.bits, plan)
             assert totals[1].any()
             assert torch.equal(totals[0], totals[1])

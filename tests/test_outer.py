@@ -41,10 +41,13 @@ def test_the_bits_of_the_stored_product(backend, dtype, sigma, rate):
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="no CPU kernels")
 @settings(max_examples=60, deadline=None)
-@given(n=st.integers(0, 9), out=st.integers(1, 40), width=st.integers(1, 1500), group=st.integers(1, 9))
-def test_any_shape_and_group(n, out, width, group):
+@given(
+    n=st.integers(0, 9), out=st.integers(1, 40), width=st.integers(1, 1500), split=st.sampled_from(cpu.SPLITS),
+    group=st.integers(1, 9), at_once=st.sampled_from([1, 2, 4]),
+)   # fmt: skip
+def test_any_shape_and_order(n, out, width, split, group, at_once):
     made = factors(n, out, width)
-    with cpu.group_size(group):
+    with cpu.order(split, group=group, at_once=at_once):
         (a,) = released([made], [(out, width)], "cpu")
     (b,) = released([made.dense()], [(out, width)], "cpu")
     assert torch.equal(a, b)

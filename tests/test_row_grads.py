@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from dprs_kernels import ConstantRate, KeepMask, NoiseSource, PrivateSum, RSDPOptimizer
-from dprs_kernels.backends import cpu
 from dprs_kernels.grads import FunctionalSource, per_sample
 from dprs_kernels.grads.arena import Arena
 from dprs_kernels.grads.engine import Stream, StreamingEngine, kept_rows
@@ -23,7 +22,7 @@ from dprs_kernels.outer import OuterProducts
 from dprs_kernels.paper.networks import dp_cnn, dp_cnn_s
 from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.structure import RowSet
-from tests.oracle import BACKENDS, DTYPES, Setting, assert_true, random_grads
+from tests.oracle import BACKENDS, DTYPES, ORDERS, Setting, assert_true, random_grads
 
 needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the CPU kernels")
 LOSS = partial(nn.functional.cross_entropy, reduction="sum")
@@ -111,16 +110,16 @@ def test_no_byte_beside_the_kept_rows_is_read():
 
 
 @needs_cpu
-def test_threads_and_groups_do_not_matter():
+def test_threads_and_order_do_not_matter():
     keep, setting = drawn(SHAPES, 0.6), Setting()
     grads = as_rows(random_grads(SHAPES, 21), keep)
     expected, before = run("cpu", grads, keep, setting), torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            for group in (0, 1, 3, 64):
-                with cpu.group_size(group):
-                    assert equal(run("cpu", grads, keep, setting), expected), (threads, group)
+            for which, order in enumerate(ORDERS):
+                with order():
+                    assert equal(run("cpu", grads, keep, setting), expected), (threads, which)
     finally:
         torch.set_num_threads(before)
 

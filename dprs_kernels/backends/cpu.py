@@ -1,7 +1,7 @@
 """The CPU backend: builds the tables that csrc/ reads, and calls it.
 
 Gradients stay where they lie: the kernels get addresses and strides, never a copy of [N, D]. Results do not
-depend on the number of threads, the group size or the split into micro-batches.
+depend on the number of threads, on the order of the work or on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from dprs_kernels.row_grads import RowGrads
 
 TAKES = OuterProducts, RowGrads
 NO_MEMORY, OTHER_KEEP = -1, -2   # dprs_failure
-_group = 0   # samples per cache window; 0: csrc/tiles.h chooses; negative: they are read twice
+SPLITS = ("tiles", "samples", "twice")   # dprs_split
+_order: native.Order | None = None       # None: csrc/order.h chooses
 
 
 @contextmanager
-def group_size(samples: int, *, twice: bool = False) -> Iterator[None]:
-    """For tests: another cache window, or none, as for rows that no cache holds. Results must not change."""
-    global _group
-    assert samples > 0 or not twice
-    before, _group = _group, -samples if twice else samples
+def order(split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 1024) -> Iterator[None]:
+    """For tests: another way through samples and coordinates (csrc/order.h). Results must not change."""
+    global _order
+    assert group > 0
+    assert at_once in (1, 2, 4)
+    before, _order = _order, native.Order(SPLITS.index(split), group, at_once, ahead)
     try:
         yield
     finally:
-        _group = before
+        _order = before
 
 
 def unavailable(device: torch.device) -> str:
@@ -95,7 +97,8 @@ def accumulate_(
     )   # fmt: skip
     failed = native.loaded().dprs_accumulate(
         ctypes.byref(batch), _address(bits), ctypes.byref(clip), plan.unit, plan.small,
-        total.data_ptr(), total.numel(), norms.data_ptr(), _group, native.threads(),
+        total.data_ptr(), total.numel(), norms.data_ptr(),
+        None if _order is None else ctypes.byref(_order), native.threads(),
     )   # fmt: skip
     if failed == NO_MEMORY:
         raise MemoryError(f"no memory for the kept values of a few samples, {plan.layout.size} coordinates each")

@@ -1,0 +1,64 @@
+// order: which way accumulate goes through samples and tiles, and who has which part of them. Pure functions of sizes and of
+// the CPU's make: nothing is timed, and results do not depend on it.
+#pragma once
+#include "tiles.h"
+
+namespace dprs {
+
+constexpr int64_t kOwnCache = 768 << 10;      // slots and sums of a thread; cores have 1 MB of their own, and more
+constexpr int64_t kSharedCache = 32 << 20;    // for slots; beyond, they go to memory
+
+inline bool is_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// A thread that has samples for itself meets nobody and reads them end to end, where its sums stay in its cache; else
+// threads share the tiles. How many rows are read at once, and how far ahead, goes by the CPU's make. Time of a pass in reads
+// of the gradients at full bandwidth, half of the coordinates dropped, on two cores:
+//                                               EPYC (Zen 5)               Xeon (Ice Lake, with kernels of commit 43cbc60)
+//                                               DP-CNN  DP-CNN/S  8M       DP-CNN  DP-CNN/S
+//   tiles, groups of 4, 4 rows at once, 1 KB    1.96    2.8       2.9      1.5     1.3 to 1.4
+//   tiles, groups of 2, 2 rows at once, 4 KB    1.70    2.7       2.6
+//   tiles, one row, 8 KB                                          2.4
+//   samples, groups of 4, 4 rows at once, 2 KB  1.85    2.0
+//   samples, groups of 4, row by row, 8 KB      1.83    1.85
+//   twice, groups of 32, 4 rows at once, 2 KB                     3.7
+// A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
+// times as long as all asked for. 64 to 128 must be under way, in few streams. The Xeon does read ahead, is best with four
+// streams, and its shared cache is slow: slots beyond it do not pay, and what groups of 2 cost is not known.
+inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact) {
+  const bool amd = is_amd();
+  const int64_t all = row.packed + row.again;
+  const bool own = exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads;
+  if (own) return {DPRS_SAMPLES, 4, amd ? 1 : 4, amd ? 8192 : 1024};
+  // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
+  if ((amd ? 2 * row.again : 4 * all) > kSharedCache) return {DPRS_TWICE, 32, amd ? 2 : 4, amd ? 4096 : 1024};
+  if (!amd) return {DPRS_TILES, 4, 4, 1024};
+  return 2 * all <= kSharedCache ? dprs_order{DPRS_TILES, 2, 2, 4096} : dprs_order{DPRS_TILES, 1, 1, 8192};
+}
+
+inline int64_t touched(const Tile& tile) {   // coordinates
+  int64_t blocks = 0;
+  for (int b = 0; b < kTile / kBlock; ++b) blocks += tile.blocks >> b & 1;
+  return std::min<int64_t>(tile.length, kBlock * blocks);
+}
+
+// Contiguous shares of the tiles, balanced by coordinates (small parameters make short tiles).
+inline std::vector<int64_t> share_tiles(const std::vector<Tile>& tiles, int64_t threads) {
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  std::vector<int64_t> first(threads + 1, count);
+  int64_t total = 0, seen = 0, share = 0;
+  for (const Tile& t : tiles) total += touched(t);
+  for (int64_t i = 0; i < count; ++i) {
+    while (share < threads && seen * threads >= share * total) first[share++] = i;
+    seen += touched(tiles[i]);
+  }
+  return first;
+}
+
+}  // namespace dprs
