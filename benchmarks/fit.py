@@ -10,13 +10,13 @@ CACHE = 32 * 2**20   # bytes: the L3 of the machine where this was written
 
 def beyond_cache(axis: str, size: int, samples: int) -> bool:
     """Whether a point of `size` bytes is fitted; smaller ones are shown only. N: four times the cache, so that a read
-    finds nothing of the last one there. D: four rows, the least that a group has, fill the cache; what smaller ones
-    leave there for their sums is another line than the one that is fitted.
+    finds nothing of the last one there. D: one row fills it twice, so that neither its packed values nor the sums stay;
+    what smaller rows leave there is another line than the one that is fitted.
 
-    >>> beyond_cache("D", 32 * 2**23, samples=32), beyond_cache("D", 32 * 2**22, samples=32)
+    >>> beyond_cache("D", 16 * 2**26, samples=16), beyond_cache("D", 16 * 2**25, samples=16)
     (True, False)
     """
-    return size > 4 * CACHE if axis == "N" else 4 * size // samples >= CACHE
+    return size > 4 * CACHE if axis == "N" else size // samples >= 2 * CACHE
 
 
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:

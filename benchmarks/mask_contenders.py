@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 import torch
+from limit import fastest_read
 from names import OURS
 from racing import Contender
 
-from dprs_kernels import KeepMask, native
+from dprs_kernels import KeepMask
 
 RATE = 0.5
 READ, PERMUTATION, BERNOULLI = "read D floats once (limit)", "torch.randperm", "torch.rand < r"
@@ -20,8 +21,9 @@ def contenders(size: int) -> list[Contender]:
     """The limit is a pass over D floats: what touching every weight once costs. torch.randperm is the paper's way (its
     first r D entries are dropped); torch.rand < r does less: the number of dropped coordinates is not exact."""
     floats, dropped, draws = torch.ones(size), math.floor(RATE * size), itertools.count()
+    read = fastest_read([floats])
     return [
-        Contender(READ, lambda sigma: native.read_once([floats]), masked=False, peer=False),
+        Contender(READ, lambda sigma: read(), masked=False, peer=False),
         Contender(OURS, lambda sigma: KeepMask.draw([(size,)], drop_rate=RATE, seed=0, draw=next(draws)), peer=False),
         Contender(PERMUTATION, lambda sigma: torch.randperm(size)[:dropped]),
         Contender(BERNOULLI, lambda sigma: torch.rand(size) < RATE),

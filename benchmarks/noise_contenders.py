@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from limit import fastest_read
 from names import OURS
 from racing import Contender
 
@@ -44,8 +45,9 @@ class Normals:
         pcg, philox = np.random.Generator(np.random.PCG64(0)), np.random.Generator(np.random.Philox(0))
         # When first called: importing the compiler takes seconds.
         compiled: Any = functools.cache(lambda: torch.compile(torch.randn_like, dynamic=False))
+        read = fastest_read([out32])
         return [
-            Contender(READ, lambda sigma: native.read_once([out32]), peer=False),
+            Contender(READ, lambda sigma: read(), peer=False),
             self._release(OURS, 1.0),
             self._release(SILENT, 0.0),
             self._cipher(),

@@ -1,6 +1,9 @@
 // The C interface: run-time choice of the instruction set, and what does not depend on it.
 #include <atomic>
 #include <cstdlib>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -49,10 +52,19 @@ std::atomic<int64_t>& level() {
 
 const Kernels& kernels() { return *table(level().load(std::memory_order_relaxed)); }
 
-// Not cleared; starts at a cache line.
+// Not cleared; starts at a cache line. From 32 MB on glibc takes new pages each time: then large ones, where the system has
+// them (as allocator.py asks for sums and p.grad).
 struct Scratch {
   char* const data;
-  explicit Scratch(int64_t bytes) : data(static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64))) {}
+  explicit Scratch(int64_t bytes) : data(take(bytes, bytes < (32 << 20) ? 64 : 2 << 20)) {}
+  static char* take(int64_t bytes, int64_t page) {
+    const int64_t all = (bytes + page) / page * page;
+    char* found = static_cast<char*>(std::aligned_alloc(page, all));
+#if defined(MADV_HUGEPAGE)
+    if (found && page > 64) madvise(found, all, MADV_HUGEPAGE);   // a wish: whether it is heard changes no result
+#endif
+    return found;
+  }
   ~Scratch() { std::free(data); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -130,29 +142,8 @@ int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const floa
   return kernels().conv_weight_grads({*conv, x, e, out, row_stride, add != 0, threads}) ? 0 : DPRS_NO_MEMORY;
 }
 
-uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads) {
-  uint64_t seen = 0;   // returned, so that no read can be left out
-#pragma omp parallel num_threads(threads) reduction(^ : seen)
-  {
-#ifdef _OPENMP
-    const int64_t workers = omp_get_num_threads(), me = omp_get_thread_num();
-#else
-    const int64_t workers = 1, me = 0;
-#endif
-    for (int64_t i = 0; i < count; ++i) {
-      const uint64_t* words = static_cast<const uint64_t*>(data[i]);
-      const int64_t n = bytes[i] / 8, begin = n * me / workers, end = n * (me + 1) / workers;
-      // Eight places at once, 64 bytes of each a turn: one core follows one stream at 11 GB/s, eight at 15 (Ice Lake).
-      uint64_t lanes[8] = {};
-      const int64_t part = (end - begin) / 64 * 8;
-      for (int64_t w = begin; w < begin + part; w += 8)
-        for (int64_t s = 0; s < 8; ++s)
-          for (int l = 0; l < 8; ++l) lanes[l] ^= words[s * part + w + l];
-      for (int64_t w = begin + 8 * part; w < end; ++w) lanes[0] ^= words[w];
-      for (uint64_t l : lanes) seen ^= l;
-    }
-  }
-  return seen;
+uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t places, int64_t threads) {
+  return kernels().read_once(data, bytes, count, places, threads);
 }
 
 int64_t dprs_abi(void) { return dprs::kAbi; }

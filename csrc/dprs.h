@@ -110,8 +110,8 @@ struct dprs_conv {
 int64_t dprs_conv_weight_grads(const dprs_conv* conv, const float* x, const float* e, float* out, int64_t row_stride,
                                int64_t add, int64_t threads);
 
-// Reads every buffer once with all threads: the limit that benchmarks compare with.
-uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t threads);
+// Reads every buffer once, each thread at 1, 2, 4 or 8 places at the same time: the limit that benchmarks compare with.
+uint64_t dprs_read_once(const void* const* data, const int64_t* bytes, int64_t count, int64_t places, int64_t threads);
 
 int64_t dprs_abi(void);                      // bumped whenever a struct or signature changes
 int64_t dprs_levels(void);                   // bit 0 baseline, 1 AVX2, 2 AVX-512: usable on this CPU

@@ -3,8 +3,9 @@
 #include "conv.h"
 #include "kernels.h"
 #include "noise.h"
+#include "read.h"
 
 namespace dprs {
 const Kernels kAvx2 = {"avx2", avx2::accumulate, avx2::release, avx2::normals, avx2::normals_from_words, avx2::words,
-                       avx2::conv_weight_grads};
+                       avx2::conv_weight_grads, avx2::read_once};
 }  // namespace dprs

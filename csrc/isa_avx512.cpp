@@ -3,8 +3,9 @@
 #include "conv.h"
 #include "kernels.h"
 #include "noise.h"
+#include "read.h"
 
 namespace dprs {
 const Kernels kAvx512 = {"avx512", avx512::accumulate, avx512::release, avx512::normals, avx512::normals_from_words, avx512::words,
-                         avx512::conv_weight_grads};
+                         avx512::conv_weight_grads, avx512::read_once};
 }  // namespace dprs

@@ -3,8 +3,9 @@
 #include "conv.h"
 #include "kernels.h"
 #include "noise.h"
+#include "read.h"
 
 namespace dprs {
 const Kernels kBaseline = {"baseline", baseline::accumulate, baseline::release, baseline::normals, baseline::normals_from_words, baseline::words,
-                           baseline::conv_weight_grads};
+                           baseline::conv_weight_grads, baseline::read_once};
 }  // namespace dprs

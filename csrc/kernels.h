@@ -92,6 +92,7 @@ struct Kernels {
   void (*normals_from_words)(const uint32_t* words, int64_t blocks, double* z);
   void (*words)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);
   bool (*conv_weight_grads)(const Conv&);
+  uint64_t (*read_once)(const void* const* data, const int64_t* bytes, int64_t count, int64_t places, int64_t threads);
 };
 
 extern const Kernels kBaseline;   // SSE2 on x86-64, NEON on AArch64

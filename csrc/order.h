@@ -6,7 +6,7 @@
 namespace dprs {
 
 constexpr int64_t kOwnCache = 768 << 10;      // slots and sums of a thread; cores have 1 MB of their own, and more
-constexpr int64_t kSharedCache = 32 << 20;    // for slots; beyond, they go to memory
+constexpr int64_t kSharedCache = 32 << 20;    // for what a group leaves for its sums
 
 inline bool is_amd() {
 #if defined(__x86_64__)
@@ -19,27 +19,27 @@ inline bool is_amd() {
 
 // A thread that has samples for itself meets nobody and reads them end to end, where its sums stay in its cache; else
 // threads share the tiles. How many rows are read at once, and how far ahead, goes by the CPU's make. Time of a pass in reads
-// of the gradients at full bandwidth, half of the coordinates dropped, on two cores:
-//                                               EPYC (Zen 5)               Xeon (Ice Lake, with kernels of commit 43cbc60)
-//                                               DP-CNN  DP-CNN/S  8M       DP-CNN  DP-CNN/S
-//   tiles, groups of 4, 4 rows at once, 1 KB    1.96    2.8       2.9      1.5     1.3 to 1.4
-//   tiles, groups of 2, 2 rows at once, 4 KB    1.70    2.7       2.6
-//   tiles, one row, 8 KB                                          2.4
+// of the gradients at full bandwidth, half of the coordinates dropped, on two cores (16M: one tensor of as many):
+//                                               EPYC (Zen 5)                Xeon (Ice Lake, kernels of commit 43cbc60)
+//                                               DP-CNN  DP-CNN/S  16M       DP-CNN  DP-CNN/S
+//   tiles, groups of 4, 4 rows at once, 1 KB    1.96    2.8                 1.5     1.3 to 1.4
+//   tiles, groups of 4, 4 rows at once, 2 KB    1.85    2.5       2.9
+//   tiles, groups of 2, 2 rows at once, 4 KB    1.60    2.7       2.7
+//   tiles, one row, 8 KB                                          3.0
 //   samples, groups of 4, 4 rows at once, 2 KB  1.85    2.0
-//   samples, groups of 4, row by row, 8 KB      1.83    1.85
-//   twice, groups of 32, 4 rows at once, 2 KB                     3.7
+//   samples, groups of 4, row by row, 8 KB      1.83    1.8
+//   samples, groups of 2, row by row, 8 KB      1.83    2.0
+//   twice, groups of 32, 2 rows at once, 4 KB                     3.3
 // A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
 // times as long as all asked for. 64 to 128 must be under way, in few streams. The Xeon does read ahead, is best with four
-// streams, and its shared cache is slow: slots beyond it do not pay, and what groups of 2 cost is not known.
+// streams, and its shared cache is slow: slots beyond it did not pay, and what groups of 2 cost there is not known.
 inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact) {
-  const bool amd = is_amd();
   const int64_t all = row.packed + row.again;
-  const bool own = exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads;
+  const bool amd = is_amd(), own = exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads;
   if (own) return {DPRS_SAMPLES, 4, amd ? 1 : 4, amd ? 8192 : 1024};
   // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
   if ((amd ? 2 * row.again : 4 * all) > kSharedCache) return {DPRS_TWICE, 32, amd ? 2 : 4, amd ? 4096 : 1024};
-  if (!amd) return {DPRS_TILES, 4, 4, 1024};
-  return 2 * all <= kSharedCache ? dprs_order{DPRS_TILES, 2, 2, 4096} : dprs_order{DPRS_TILES, 1, 1, 8192};
+  return amd ? dprs_order{DPRS_TILES, 2, 2, 4096} : dprs_order{DPRS_TILES, 4, 4, 1024};
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates

@@ -42,7 +42,7 @@ def scaling_rows():
     axes = {"N": (100, 200, 400), "D": (10, 20), "r": (0, 1), "threads": (1, 2), "tensors": (1, 9)}
     for axis, points in axes.items():
         for value in points:
-            size = {"N": 2 * 10**6 * value, "D": 10**9 * value}.get(axis, 10**8)
+            size = {"N": 2 * 10**6 * value, "D": 2 * 10**9 * value}.get(axis, 10**8)
             point = row(question="scaling", case=f"against {axis}", setting=f"{axis} = {value}", bytes=size)
             point = replace(point, peak_mib=3.0, **({axis: value} if axis in ("N", "D") else {}))
             time = 1e-6 * size / (value if axis == "threads" else 1)
