@@ -21,19 +21,13 @@
 #include <omp.h>
 #endif
 
+#include "factors.h"
 #include "norms.h"
 #include "rows.h"
 #include "sums.h"
 
 namespace dprs {
 namespace DPRS_ISA {
-
-// F = f scale / h with f = 1 if n <= C' else C'/n, or C'/(n + gamma). Truncated to a 24-bit significand: a
-// clipped norm never exceeds C', F is an fp32 number, and f g is exact in float64 for fp32 gradients.
-inline double factor(double norm, double bound, const Accumulate& a) {
-  const double f = a.clip.gamma >= 0 ? bound / (norm + a.clip.gamma) : norm <= bound ? 1.0 : bound / norm;
-  return bitcast<double>(bitcast<uint64_t>(f * a.clip.scale * a.per_unit) & ~((1ull << 29) - 1));
-}
 
 struct RowRange {   // of a group
   int64_t begin, end;
@@ -43,14 +37,6 @@ struct Scratch {   // one thread's
   alignas(64) double packed[kRows][kTile + kWord];        // their kept values, where there are no slots
 };
 alignas(64) const double kZeros[kTile] = {};
-
-inline int64_t first_of(const Accumulate& a, const Part& part, int64_t k) { return part.first_sample + k * a.order.group; }
-inline int64_t count_of(const Accumulate& a, const Part& part, int64_t k) {
-  return least(a.order.group, part.samples - k * a.order.group);
-}
-inline double* partials(const Accumulate& a, const Work& work, const Part& part, int64_t t, int64_t k) {
-  return part.partial + ((k & 1) * work.count + t) * a.order.group;
-}
 
 // Calls f(first row, number of rows) for some of a group's rows, at_once at a time, the rest by fewer.
 template <class F> DPRS_INLINE void for_rows(RowRange rows, int64_t at_once, F f) {
@@ -200,41 +186,6 @@ inline void visit_part(const Accumulate& a, Scratch& own, const Work& work, cons
     }
 }
 
-// Squared norms of a group's samples, over tiles in index order, to part.factors.
-inline void add_partials(const Accumulate& a, const Work& work, const Part& part, int64_t k, int64_t count) {
-  const int64_t segments = a.clip.segments, group = a.order.group;
-  const double* from = partials(a, work, part, 0, k);
-  if (segments == 1 && group <= kRows) {   // in registers: a tenth of the time
-    double sums[kRows] = {};
-    for (int64_t t = 0; t < work.count; ++t)
-      for (int64_t i = 0; i < count; ++i) sums[i] += from[t * group + i];
-    for (int64_t i = 0; i < count; ++i) part.factors[i] = sums[i];
-    return;
-  }
-  for (int64_t i = 0; i < count * segments; ++i) part.factors[i] = 0;
-  for (int64_t t = 0; t < work.count; ++t)
-    for (int64_t i = 0; i < count; ++i)
-      part.factors[i * segments + a.clip.segment_of[work.tiles[t].param]] += from[t * group + i];
-}
-
-// Threads that share samples compute all factors each, in the same order: cheaper than a second barrier.
-inline void factors_of_group(const Accumulate& a, const Work& work, const Part& part, int64_t k, double* norms) {
-  const int64_t segments = a.clip.segments, count = count_of(a, part, k);
-  add_partials(a, work, part, k, count);
-  for (int64_t i = 0; i < count; ++i) {
-    double* f = part.factors + i * segments;
-    bool finite = true;   // of all segments: a sample with a NaN in one layer contributes nothing at all
-    for (int64_t g = 0; g < segments; ++g) {
-      const double scaled = __builtin_sqrt(f[g]);
-      const bool in_range = scaled < a.clip.limit;   // false for NaN, too
-      finite &= in_range;
-      f[g] = in_range ? scaled / a.clip.scales[g] * a.clip.scale : __builtin_inf();
-      if (norms) norms[(first_of(a, part, k) + i) * segments + g] = f[g];
-    }
-    for (int64_t g = 0; g < segments; ++g) f[g] = finite ? factor(f[g], a.clip.bounds[g], a) : 0.0;
-  }
-}
-
 // Returns when all workers have called it. Spins for some microseconds, then gives its CPU away.
 inline void meet(Barrier& b, int64_t workers) {
   const int64_t now = __atomic_load_n(&b.generation, __ATOMIC_ACQUIRE);
@@ -247,10 +198,6 @@ inline void meet(Barrier& b, int64_t workers) {
     if (spins < 2000) spin_pause();
     else sched_yield();
   }
-}
-
-inline int64_t groups_of(const Accumulate& a, const Part& part) {
-  return (part.samples + a.order.group - 1) / a.order.group;
 }
 
 // Each thread has its samples, meets nobody, and has sums of its own.
