@@ -157,7 +157,8 @@ inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, cons
   }
 }
 
-// A group that comes from memory twice: four rows from end to end of some tiles, then the next four. Memory likes long
+// A group that comes from memory twice: four rows (at_once of them side by side) from end to end of some tiles, then the
+// next four. Memory likes long
 // streams; the last tiles first, for the sums: the cache may still hold them.
 template <Stage Which>
 inline void stream(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t k) {

@@ -83,10 +83,12 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
                         int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
   if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
+  if (grads->samples == 0) return 0;
   dprs::note_held(tiles, *grads);
   dprs::note_places(tiles, *grads);
   dprs_order way = order ? *order
-                         : dprs::choose_order(dprs::row_bytes(tiles, *grads), sums, grads->samples, threads, unit > 0);
+                         : dprs::choose_order(dprs::row_bytes(tiles, *grads), sums, grads->samples, threads, unit > 0,
+                                              dprs::is_amd());
   if (way.split == DPRS_SAMPLES && unit == 0) way.split = DPRS_TILES;   // float64 sums go by the order of samples
   const bool own = way.split == DPRS_SAMPLES;
   const int64_t slots = way.split == DPRS_TWICE ? 0 : dprs::place_slots(tiles, *grads, way.group);
@@ -111,6 +113,10 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},
                        {tiles.data(), count, parts.data(), threads});
   return 0;
+}
+dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
+                             int64_t exact, int64_t amd) {
+  return dprs::choose_order({packed, made, again}, sums, samples, threads, exact != 0, amd != 0);
 }
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);

@@ -62,10 +62,14 @@ int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep);
 //   unit = 0: acc is float64 and a contribution is f g.
 // keep: bit-packed, parameters padded to 32 coordinates by zeros, or null (all kept).
 // norms: null or [N, segments]. order: null = choose.
-// Returns 0, or DPRS_NO_MEMORY if there is none for the packed values of a group (nothing was added then).
+// Returns 0, or DPRS_NO_MEMORY if there is none for a group's packed values and each thread's sums (nothing was added then).
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
                         int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
                         int64_t threads);
+
+// What is chosen for samples that have as many bytes (RowBytes of tiles.h) for sums to read: for tests.
+dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
+                             int64_t exact, int64_t amd);
 
 struct dprs_release {
   int64_t params;

@@ -172,7 +172,7 @@ DPRS_INLINE void store_as(fp16* p, f64v x) {
 }
 
 // The normals of a tile's coordinates: those of block b are at z + 8 place[b]. Blocks without a kept coordinate have no
-// normals and the place of another one.
+// normals, and a place that holds anything.
 inline void normals_of_tile(const dprs_release& r, const uint32_t* keep, const Tile& tile, double* z, int* place) {
   Blocks<kTile / 8> list;
   int count = 0;

@@ -5,7 +5,8 @@
 
 namespace dprs {
 
-constexpr int64_t kOwnCache = 768 << 10;      // slots and sums of a thread; cores have 1 MB of their own, and more
+constexpr int64_t kOwnCache = 768 << 10;      // slots and sums of a thread, where cores have 1 MB of their own, or more
+constexpr int64_t kGroupCache = 128 << 10;    // slots of a thread, of groups larger than need be: fewer barriers
 constexpr int64_t kSharedCache = 32 << 20;    // for what a group leaves for its sums
 
 inline bool is_amd() {
@@ -31,15 +32,20 @@ inline bool is_amd() {
 //   samples, groups of 2, row by row, 8 KB      1.83    2.0
 //   twice, groups of 32, 2 rows at once, 4 KB                     3.3
 // A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
-// times as long as all asked for. 64 to 128 must be under way, in few streams. The Xeon does read ahead, is best with four
-// streams, and its shared cache is slow: slots beyond it did not pay, and what groups of 2 cost there is not known.
-inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact) {
-  const int64_t all = row.packed + row.again;
-  const bool amd = is_amd(), own = exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads;
-  if (own) return {DPRS_SAMPLES, 4, amd ? 1 : 4, amd ? 8192 : 1024};
+// times as long as all asked for. 64 to 128 must be under way, in few streams. (AMD's other cores were not at hand.) The Xeon
+// does read ahead, is best with four streams, and its shared cache is slow: slots beyond it did not pay, and what groups of 2
+// cost there is not known. Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x
+// 4096 in 26 ms in the place of 58.
+inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, bool amd) {
+  const int64_t all = row.packed + row.made + row.again;
+  if (exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads)
+    return {DPRS_SAMPLES, 4, amd ? 1 : 4, amd ? 8192 : 1024};
   // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
-  if ((amd ? 2 * row.again : 4 * all) > kSharedCache) return {DPRS_TWICE, 32, amd ? 2 : 4, amd ? 4096 : 1024};
-  return amd ? dprs_order{DPRS_TILES, 2, 2, 4096} : dprs_order{DPRS_TILES, 4, 4, 1024};
+  if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)
+    return {DPRS_TWICE, 32, amd ? 2 : 4, amd ? 4096 : 1024};
+  const int64_t group = std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all, 1) / 4 * 4, 64);
+  if (group < 4 && amd) return {DPRS_TILES, 2, 2, 4096};
+  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024};
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates

@@ -284,15 +284,15 @@ template <bool HasKeep> DPRS_INLINE Pair load_pair(const double* p, Lanes m) {
 
 // state = f(state, rows, offset in rows, column, keep word) for kWord columns of a tile's rows at a time. A row may end at
 // the end of its allocation, so the last odd values are seen through a zero-padded copy.
-template <int Rows, class T, class State, class F>
+template <int Count, class T, class State, class F>
 DPRS_INLINE State fold_words(const T* const* rows, const uint32_t* keep, int64_t begin, int64_t end, State state, F f) {
   const int64_t whole = begin + (end - begin) / kWord * kWord;
-  const T* own[Rows];   // a copy: the compiler then knows that what f stores leaves the addresses alone
-  const T* last[Rows];
-  T tails[Rows][kWord];
-  for (int r = 0; r < Rows; ++r) own[r] = rows[r];
+  const T* own[Count];   // a copy: the compiler then knows that what f stores leaves the addresses alone
+  const T* last[Count];
+  T tails[Count][kWord];
+  for (int r = 0; r < Count; ++r) own[r] = rows[r];
   if (whole < end)   // before the loop: a call behind it would keep the state out of registers within it
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Count; ++r) {
       std::memset(tails[r], 0, sizeof tails[r]);
       std::memcpy(tails[r], rows[r] + whole, sizeof(T) * (end - whole));
       last[r] = tails[r];

@@ -32,18 +32,18 @@ template <> struct FactorOf<double, Sum::integer> { typedef double type; };
 template <class T> struct FactorOf<T, Sum::real> { typedef double type; };
 
 // One vector of columns: rows[r][0, kStep) times f[r], added to acc[0, kStep).
-template <class T, Sum How, int Rows, class Factor>
+template <class T, Sum How, int Count, class Factor>
 DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, void* acc) {
   if constexpr (How == Sum::small) {
     i32v k = {};
-    for (int r = 0; r < Rows; ++r) k += round_to_int(load_f32(rows[r] + at) * f[r]);
+    for (int r = 0; r < Count; ++r) k += round_to_int(load_f32(rows[r] + at) * f[r]);
     int64_t* a = static_cast<int64_t*>(acc);
     store(a, load<i64v>(a) + widen(low<i32h>(k)));
     store(a + kLanes, load<i64v>(a + kLanes) + widen(high<i32h>(k)));
   } else if constexpr (How == Sum::integer) {
     uint64_t* a = static_cast<uint64_t*>(acc);
     u64v lo = load<u64v>(a), hi = load<u64v>(a + kLanes);
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Count; ++r) {
       const Pair t = scaled(rows[r] + at, f[r]);
       lo += round_to_int(t.lo);
       hi += round_to_int(t.hi);
@@ -53,7 +53,7 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
   } else {
     double* a = static_cast<double*>(acc);
     f64v lo = load<f64v>(a), hi = load<f64v>(a + kLanes);
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Count; ++r) {
       const Pair x = load_pair<false>(rows[r] + at, Lanes{});
       lo = madd<T>(splat(f[r]), x.lo, lo);
       hi = madd<T>(splat(f[r]), x.hi, hi);
@@ -65,16 +65,16 @@ DPRS_INLINE void add_columns(const T* const* rows, int64_t at, const Factor* f, 
 
 // factors: one a row, `step` apart, not written lately: a load that spans two recent stores waits until all stores before
 // them are done. acc: 8 bytes a value, a multiple of kWord of them.
-template <class T, Sum How, int Rows>
+template <class T, Sum How, int Count>
 inline void add_rows(const T* const* rows, const double* factors, int64_t step, int64_t length, char* acc) {
   struct {
-    typename FactorOf<T, How>::type f[Rows];
+    typename FactorOf<T, How>::type f[Count];
   } own;
-  for (int r = 0; r < Rows; ++r) own.f[r] = static_cast<typename FactorOf<T, How>::type>(factors[r * step]);
+  for (int r = 0; r < Count; ++r) own.f[r] = static_cast<typename FactorOf<T, How>::type>(factors[r * step]);
   // Captured by value: the compiler then knows that storing sums leaves the factors alone.
-  fold_words<Rows>(rows, nullptr, 0, length, 0, [own, acc](int, const T* const* p, int64_t at, int64_t c, uint32_t) {
+  fold_words<Count>(rows, nullptr, 0, length, 0, [own, acc](int, const T* const* p, int64_t at, int64_t c, uint32_t) {
     for (int v = 0; v < kVectors; ++v)
-      add_columns<T, How, Rows>(p, at + v * kStep, own.f, acc + 8 * (c + v * kStep));
+      add_columns<T, How, Count>(p, at + v * kStep, own.f, acc + 8 * (c + v * kStep));
     return 0;
   });
 }

@@ -1,4 +1,4 @@
-// tiles: cutting parameters into tiles and sharing them out. Norms are float64 sums within a tile, then over
+// tiles: cutting parameters into tiles, and what of them is kept, and where. Norms are float64 sums within a tile, then over
 // tiles in index order: no result depends on how tiles are shared among threads.
 #pragma once
 #include <algorithm>
@@ -96,14 +96,15 @@ inline int64_t slot_bytes(const dprs_grads& g, const Tile& tile) {   // of one s
   return packed_row(tile) * (g.dtypes[tile.param] == DPRS_F64 ? 8 : 4);
 }
 
-// What one sample has for sums to read, in bytes: packed values, and gradients that are read again where they lie.
+// What one sample has for sums to read, in bytes: packed values of gradients that lie one after another, packed values of
+// those that are gathered or made, and gradients that are read again where they lie.
 struct RowBytes {
-  int64_t packed, again;
+  int64_t packed, made, again;
 };
 inline RowBytes row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
-  RowBytes row = {0, 0};
+  RowBytes row = {0, 0, 0};
   for (const Tile& tile : tiles) {
-    if (is_packed(tile)) row.packed += slot_bytes(g, tile);
+    if (is_packed(tile)) (tile.first ? row.packed : row.made) += slot_bytes(g, tile);
     else row.again += tile.count * width_of(g, tile);
   }
   return row;

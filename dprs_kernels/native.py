@@ -66,6 +66,7 @@ _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
     "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
+    "dprs_choose_order": (Order, [_i64] * 8),
     "dprs_release_noised": (_i64, [_ptr, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),

@@ -104,7 +104,7 @@ def test_any_order_gives_the_same_bits(dtype, sigma, restored_level):
 @pytest.mark.parametrize(("size", "samples"), [(20_000, 70), (1_200_000, 9), (2_400_000, 9), (4_800_000, 3)])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_rows_of_any_size_give_the_same_bits(size, samples, rate):
-    """One, two and four rows take less, and more, than the caches of csrc/order.h."""
+    """Less, and more, than the caches of csrc/order.h."""
     grads, keep = random_grads([(size,)], samples), KeepMask.draw([(size,)], drop_rate=rate, seed=0, draw=0)
     found = run("cpu", grads, keep, Setting())
     for split in cpu.SPLITS:
@@ -158,6 +158,73 @@ def test_dropped_coordinates_may_hold_anything(dtype, sigma, restored_level):
                     cpu.accumulate_(total, part, keep.bits, plan)
             assert totals[1].any()
             assert torch.equal(totals[0], totals[1])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_bad_kept_value_removes_its_sample_in_any_order(dtype, rate, restored_level):
+    shapes = [(300, 11), (7,), (2050,)]
+    grads, keep = random_grads(shapes, 21, dtype), KeepMask.draw(shapes, drop_rate=rate, seed=0, draw=0)
+    bad = {0: torch.nan, 6: torch.inf, 20: -torch.inf}
+    for sample, value in bad.items():
+        for grad, kept in zip(grads, keep.dense(), strict=True):
+            grad[(sample, *kept.nonzero()[-1])] = value
+    good = [grad[[i for i in range(21) if i not in bad]] for grad in grads]
+    expected = run("cpu", good, keep, Setting())
+    assert all(out.isfinite().all() for out in expected)
+    for _ in each_level():
+        for which, order in enumerate(ORDERS):
+            with order():
+                found = run("cpu", grads, keep, Setting())
+            assert all(map(torch.equal, found, expected)), which
+
+
+@needs_native
+def test_fewer_threads_than_asked_for_give_the_same_bits():
+    """OpenMP may give less: each thread then has several parts."""
+    code = """
+import torch
+from dprs_kernels import KeepMask, native
+from tests.oracle import ORDERS, Setting, random_grads, run
+shapes = [(300, 41), (7,), (5000,)]
+grads, keep = random_grads(shapes, 37), KeepMask.draw(shapes, drop_rate=0.6, seed=0, draw=0)
+for threads in (1, 5):
+    torch.set_num_threads(threads)
+    for order in ORDERS:
+        with order():
+            print([float(out.double().abs().sum()) for out in run("cpu", grads, keep, Setting())])
+"""
+    lines = set()
+    for limit in ("2", "8"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                              env={**os.environ, "OMP_THREAD_LIMIT": limit})   # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines |= set(done.stdout.splitlines())
+    assert len(lines) == 1
+
+
+def chosen(*, packed=0, made=0, again=0, sums=10**6, samples=256, threads=2, exact=True, amd=True):
+    found = native.loaded().dprs_choose_order(packed, made, again, sums, samples, threads, exact, amd)
+    return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead
+
+
+@needs_native
+def test_the_order_goes_by_sizes_and_the_cpu():
+    """As csrc/order.h has it; both makes, though only one of them is here."""
+    small, cnn, huge = dict(packed=54_000, sums=13_500), dict(packed=1_100_000, sums=280_000), dict(packed=30 << 20)
+    assert chosen(**small) == ("samples", 4, 1, 8192)
+    assert chosen(**small, amd=False) == ("samples", 4, 4, 1024)
+    assert chosen(**small, exact=False) == ("tiles", 4, 4, 2048)       # float64 sums go by the order of samples
+    assert chosen(**small, samples=31) == ("tiles", 4, 4, 2048)        # too few for two threads
+    assert chosen(**small, threads=64) == ("tiles", 64, 4, 2048)       # and for 64, where barriers count
+    assert chosen(**cnn) == ("tiles", 2, 2, 4096)
+    assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024)
+    assert chosen(**huge) == ("tiles", 2, 2, 4096)
+    assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024)
+    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096)             # outer products: made again sooner than stored
+    assert chosen(again=30 << 20) == ("twice", 32, 2, 4096)
+    assert chosen(again=2_200_000) == ("tiles", 2, 2, 4096)
 
 
 @needs_native

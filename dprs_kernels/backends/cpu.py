@@ -31,8 +31,9 @@ _order: native.Order | None = None       # None: csrc/order.h chooses
 def order(split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 1024) -> Iterator[None]:
     """For tests: another way through samples and coordinates (csrc/order.h). Results must not change."""
     global _order
-    assert group > 0
-    assert at_once in (1, 2, 4)
+    if split not in SPLITS or group < 1 or at_once not in (1, 2, 4):
+        got = f"{split!r}, {group}, {at_once}"
+        raise ValueError(f"split, group, at_once: got {got}; expected one of {SPLITS}, at least 1, and 1, 2 or 4")
     before, _order = _order, native.Order(SPLITS.index(split), group, at_once, ahead)
     try:
         yield
@@ -101,7 +102,7 @@ def accumulate_(
         None if _order is None else ctypes.byref(_order), native.threads(),
     )   # fmt: skip
     if failed == NO_MEMORY:
-        raise MemoryError(f"no memory for the kept values of a few samples, {plan.layout.size} coordinates each")
+        raise MemoryError(f"no memory for kept values of a few samples, {plan.layout.size} coordinates each, and sums")
     _check_keep(failed)
     return norms
 
