@@ -4,9 +4,6 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "mask.h"
 #include "order.h"

@@ -218,9 +218,9 @@ void release_tile(const dprs_release& r, const uint32_t* bits, const char* acc, 
     const auto put = [&](int v, u64v sums) { store_as(to + v, value(c + v, sums, keep_mask_wide(word, v))); };
     if (keep) {
       for (int v = 0; v < kWord; v += kLanes) {
-        const uint32_t some = word >> v & ((1u << kLanes) - 1);
+        const uint32_t some = some_bits(word, v, kLanes);
         put(v, unpack(acc, some));
-        acc += 8 * __builtin_popcount(some);
+        acc += 8 * count_bits(some);
       }
     } else {
       for (int v = 0; v < kWord; v += kLanes) put(v, load<u64v>(acc + 8 * (c + v)));

@@ -38,7 +38,8 @@ template <class T> struct Rows {
   DPRS_INLINE Rows from(int64_t at) const { return {first + at * static_cast<int64_t>(sizeof(T)), step}; }
 };
 
-// The last odd values of some rows, [begin, end), and zeros to a word: a row may end at the end of its allocation.
+// The last odd values of some rows, [begin, end), and zeros to a word: a row may end at the end of its allocation. (fold_words
+// has the same for sums, beside its loop: sums through Rows and this took up to 7 % longer on Zen 5.)
 template <int Count, class T> class Tails {
   T values[Count][kWord];
 

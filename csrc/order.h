@@ -49,9 +49,7 @@ inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int6
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates
-  int64_t blocks = 0;
-  for (int b = 0; b < kTile / kBlock; ++b) blocks += tile.blocks >> b & 1;
-  return std::min<int64_t>(tile.length, kBlock * blocks);
+  return std::min<int64_t>(tile.length, kBlock * popcount(tile.blocks));
 }
 
 // Contiguous shares of the tiles, balanced by coordinates (small parameters make short tiles).

@@ -185,7 +185,7 @@ def test_fewer_threads_than_asked_for_give_the_same_bits():
     """OpenMP may give less: each thread then has several parts."""
     code = """
 import torch
-from dprs_kernels import KeepMask, native
+from dprs_kernels import KeepMask
 from tests.oracle import ORDERS, Setting, random_grads, run
 shapes = [(300, 41), (7,), (5000,)]
 grads, keep = random_grads(shapes, 37), KeepMask.draw(shapes, drop_rate=0.6, seed=0, draw=0)
@@ -193,7 +193,7 @@ for threads in (1, 5):
     torch.set_num_threads(threads)
     for order in ORDERS:
         with order():
-            print([float(out.double().abs().sum()) for out in run("cpu", grads, keep, Setting())])
+            print([out.numpy().tobytes().hex() for out in run("cpu", grads, keep, Setting())])
 """
     lines = set()
     for limit in ("2", "8"):
