@@ -35,17 +35,27 @@ struct RowRange {   // of a group
 struct Scratch {   // one thread's
   alignas(64) double rows[kRows][kTile] = {};             // gathered rows of any dtype
   alignas(64) double packed[kRows][kTile + kWord];        // their kept values, where there are no slots
+  Asker asker;
 };
 alignas(64) const double kZeros[kTile] = {};
+
+// One thread's way through its part: norms of group k, sums of the one before.
+struct Pass {
+  const Accumulate& a;
+  const Work& work;
+  Scratch& own;
+  const Part& part;
+  int64_t k;
+};
 
 // Calls f(first row, number of rows) for some of a group's rows, at_once at a time, the rest by fewer.
 template <class F> DPRS_INLINE void for_rows(RowRange rows, int64_t at_once, F f) {
   int64_t i = rows.begin;
   if (at_once >= 4)
-    for (; i + 4 <= rows.end; i += 4) f(i, Constant<4>());
+    for (; i + 4 <= rows.end; i += 4) f(i, Constant<int, 4>());
   if (at_once >= 2)
-    for (; i + 2 <= rows.end; i += 2) f(i, Constant<2>());
-  for (; i < rows.end; ++i) f(i, Constant<1>());
+    for (; i + 2 <= rows.end; i += 2) f(i, Constant<int, 2>());
+  for (; i < rows.end; ++i) f(i, Constant<int, 1>());
 }
 
 // Row i of the group that a tile's slot holds.
@@ -61,6 +71,12 @@ DPRS_INLINE Rows<const T> rows_of(const dprs_grads& g, const Tile& tile, int64_t
   return {reinterpret_cast<char*>(own.rows), sizeof own.rows[0]};
 }
 
+// The values of row i of a group for sums: zeros where its factor is 0, which may mean NaN or Inf in the row (a select: the same
+// instructions; a row that is not packed is then not read a second time).
+template <class T> DPRS_INLINE const T* summed(const Accumulate& a, const double* factors, int64_t i, const T* values) {
+  return factors[i * a.clip.segments] != 0 ? values : reinterpret_cast<const T*>(kZeros);
+}
+
 // row(i, r): the values of row i of the group, `length` of them, the r-th of those at hand.
 template <class T, Sum How, class Row>
 DPRS_INLINE void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length,
@@ -69,26 +85,26 @@ DPRS_INLINE void sums_of_rows(const Accumulate& a, const Part& part, const Tile&
   for_rows(some, kRows, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
     const T* rows[Count];
-    for (int r = 0; r < Count; ++r) {
-      const T* values = row(i + r, r);
-      // Factor 0 may mean NaN or Inf in the row: add zeros instead (a select: the same instructions; a row that is not
-      // packed is then not read a second time).
-      rows[r] = factors[(i + r) * a.clip.segments] != 0 ? values : reinterpret_cast<const T*>(kZeros);
-    }
+    for (int r = 0; r < Count; ++r) rows[r] = summed(a, factors, i + r, row(i + r, r));
     add_rows<T, How, Count>(rows, factors + i * a.clip.segments, a.clip.segments, length, part.acc + 8 * tile.sum);
   });
 }
 
+// Calls f(Constant<how>): how values of type T are summed.
+template <class T, class F> DPRS_INLINE void with_sum(const Accumulate& a, F f) {
+  constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
+  if (!a.integers) f(Constant<Sum, Sum::real>());
+  else if (a.small) f(Constant<Sum, kSmall>());
+  else f(Constant<Sum, Sum::integer>());
+}
+
 template <class T, class Row>
 void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length, Row row) {
-  constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
-  if (!a.integers) sums_of_rows<T, Sum::real>(a, part, tile, some, length, row);
-  else if (a.small) sums_of_rows<T, kSmall>(a, part, tile, some, length, row);
-  else sums_of_rows<T, Sum::integer>(a, part, tile, some, length, row);
+  with_sum<T>(a, [&](auto how) { sums_of_rows<T, decltype(how)::value>(a, part, tile, some, length, row); });
 }
 
 template <class T>
-void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
+void sums_of_tile_as(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
   typedef typename PackedOf<T>::type P;
   const auto gathered = [&](int64_t i, int r) {
     return row_of<T>(a.grads, tile, first_of(a, part, k) + i, reinterpret_cast<T*>(own.rows[r]));
@@ -109,46 +125,8 @@ void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Til
   }
 }
 
-template <class T, bool HasKeep, bool Pack>
-void norms_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some,
-                   double* out) {
-  typedef typename PackedOf<T>::type P;
-  const uint32_t* keep = HasKeep ? a.keep + tile.padded / kWord : nullptr;
-  const double scale = a.clip.scales[a.clip.segment_of[tile.param]];
-  for_rows(some, a.order.at_once, [&](int64_t i, auto rows_at_once) {
-    constexpr int Count = decltype(rows_at_once)::value;
-    const Rows<const T> rows = rows_of<T, Count>(a.grads, tile, first_of(a, part, k) + i, own);
-    const Rows<P> to = {Pack ? reinterpret_cast<char*>(packed_of<T>(part, tile, i)) : nullptr,
-                        Pack ? packed_row(tile) * static_cast<int64_t>(sizeof(P)) : 0};
-    square_norms<HasKeep, Pack, Count>(rows, keep, tile.blocks, tile.length, scale, a.order.ahead, out + i, to);
-  });
-}
-
-template <class T>
-void norms_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some,
-                   double* out) {
-  if (tile.kept == Kept::none) {   // public: the mask never depends on data
-    for (int64_t i = some.begin; i < some.end; ++i) out[i] = 0;
-  } else if (tile.kept == Kept::some) {
-    if (tile.slot >= 0) norms_of_tile<T, true, true>(a, own, part, tile, k, some, out);
-    else norms_of_tile<T, true, false>(a, own, part, tile, k, some, out);
-  } else {
-    if (tile.slot >= 0) norms_of_tile<T, false, true>(a, own, part, tile, k, some, out);
-    else norms_of_tile<T, false, false>(a, own, part, tile, k, some, out);
-  }
-}
-
-enum Stage { kNorms, kSums };
-
-template <Stage Which>
-inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t t, int64_t k,
-                       RowRange some) {
-  const Tile& tile = work.tiles[t];
-  const auto visit = [&](auto value) {
-    typedef decltype(value) T;
-    if constexpr (Which == kNorms) norms_of_tile<T>(a, own, part, tile, k, some, partials(a, work, part, t, k));
-    else sums_of_tile<T>(a, own, part, tile, k, some);
-  };
+// Calls visit with a value of the dtype that the tile's gradients have.
+template <class Visit> DPRS_INLINE void with_dtype(const Accumulate& a, const Tile& tile, Visit visit) {
   switch (a.grads.dtypes[tile.param]) {
     case DPRS_F32: visit(float()); break;
     case DPRS_F64: visit(double()); break;
@@ -157,34 +135,151 @@ inline void visit_tile(const Accumulate& a, Scratch& own, const Work& work, cons
   }
 }
 
+inline void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
+  with_dtype(a, tile, [&](auto value) { sums_of_tile_as<decltype(value)>(a, own, part, tile, k, some); });
+}
+inline void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k) {   // all rows
+  sums_of_tile(a, own, part, tile, k, {0, count_of(a, part, k)});
+}
+
+// Sums of Count rows of one tile, in four goes beside the norms of another tile's four blocks: memory is then read all the time,
+// though no line is asked for during sums. All of it is to stay in registers: a value that was stored lately and is read
+// again waits until all stores are done, if another store to an address with the same last 12 bits came between; norms
+// that are packed make 128 of them a tile.
+template <int Count> class TileSums {
+  const float* rows[Count];
+  float factors[Count];
+  char* acc = nullptr;
+  int64_t columns = 0, some = 0, done = 0;
+
+ public:
+  // Of group k of `tile`; nothing, if there is none.
+  DPRS_INLINE TileSums(const Accumulate& a, const Part& part, const Tile* tile, int64_t k) {
+    if (!tile) return;
+    const Rows<const float> from =
+        tile->slot < 0 ? Rows<const float>{const_cast<char*>(tile->first) + first_of(a, part, k) * tile->step, tile->step}
+                       : Rows<const float>{part.packed + tile->slot, 4 * packed_row(*tile)};
+    const double* f = part.factors + a.clip.segment_of[tile->param];
+    DPRS_UNROLL for (int r = 0; r < Count; ++r) {
+      rows[r] = summed(a, f, r, from[r]);
+      factors[r] = static_cast<float>(f[r * a.clip.segments]);
+    }
+    acc = part.acc + 8 * tile->sum;
+    columns = tile->slot < 0 ? tile->length : padded(tile->count);
+    some = padded((columns + 3) / 4);
+  }
+  // Whether these are sums of this kind.
+  static bool fits(const Accumulate& a, const Part& part, const Tile& tile, int64_t k) {
+    const int64_t dtype = a.grads.dtypes[tile.param];
+    return a.integers && a.small && count_of(a, part, k) == Count && tile.kept != Kept::none && dtype != DPRS_F64 &&
+           (tile.slot >= 0 || (dtype == DPRS_F32 && tile.length % kWord == 0));
+  }
+
+  DPRS_INLINE void go_on() {
+    const int64_t end = least(columns, done + some);
+    for (; done < end; done += kStep) add_columns<float, Sum::small, Count>(rows, done, factors, acc + 8 * done);
+  }
+  DPRS_INLINE void finish() {
+    some = columns;
+    go_on();
+  }
+};
+struct NoSums {
+  DPRS_INLINE NoSums(const Accumulate&, const Part&, const Tile*, int64_t) {}
+  DPRS_INLINE void go_on() {}
+  DPRS_INLINE void finish() {}
+};
+
+// Rows [i, i + Count) of group k of a tile, and beside them sums of group k - 1 of the tile `next`. A function for each number
+// of rows: its loops have the registers for themselves.
+template <class T, bool HasKeep, bool Pack, int Count, class Sums>
+__attribute__((noinline)) void norms_of_rows(const Pass& p, const Tile& tile, int64_t i, bool follow, double* out,
+                                             const Tile* next) {
+  typedef typename PackedOf<T>::type P;
+  const Rows<const T> rows = rows_of<T, Count>(p.a.grads, tile, first_of(p.a, p.part, p.k) + i, p.own);
+  const Rows<P> to = {Pack ? reinterpret_cast<char*>(packed_of<T>(p.part, tile, i)) : nullptr,
+                      Pack ? packed_row(tile) * static_cast<int64_t>(sizeof(P)) : 0};
+  const Asked<T> asked = follow ? p.own.asker.template at<T>(p.a, p.work, tile, rows) : behind(p.a, rows);
+  Sums sums(p.a, p.part, next, p.k - 1);
+  square_norms<HasKeep, Pack, Count>(rows, HasKeep ? p.a.keep + tile.padded / kWord : nullptr, tile.blocks, tile.length,
+                                     p.a.clip.scales[p.a.clip.segment_of[tile.param]], asked, out + i, to,
+                                     [&] { sums.go_on(); });
+  sums.finish();
+}
+
+template <class T, bool HasKeep, bool Pack>
+DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, double* out, const Tile* next) {
+  for_rows(some, p.a.order.at_once, [&](int64_t i, auto rows_at_once) {
+    constexpr int Count = decltype(rows_at_once)::value;
+    // Where rows are fewer than at_once, several turns read one block: the first one asks, and adds sums.
+    const bool first = i == some.begin, follow = first && tile.first && p.own.asker.follows(p.part);
+    const Tile* sums = first ? next : nullptr;
+    if constexpr (sizeof(T) < 8) {
+      if (sums && TileSums<Count>::fits(p.a, p.part, *sums, p.k - 1))
+        return norms_of_rows<T, HasKeep, Pack, Count, TileSums<Count>>(p, tile, i, follow, out, sums);
+    }
+    if (sums) sums_of_tile(p.a, p.own, p.part, *sums, p.k - 1);
+    norms_of_rows<T, HasKeep, Pack, Count, NoSums>(p, tile, i, follow, out, nullptr);
+  });
+}
+
+// Norms of some rows of tile t, and beside them sums of the group before of `next`, if given.
+inline void norms_of_tile(const Pass& p, int64_t t, RowRange some, const Tile* next) {
+  const Tile& tile = p.work.tiles[t];
+  double* out = partials(p.a, p.work, p.part, t, p.k);
+  if (tile.kept == Kept::none) {   // public: the mask never depends on data
+    for (int64_t i = some.begin; i < some.end; ++i) out[i] = 0;
+    if (next) sums_of_tile(p.a, p.own, p.part, *next, p.k - 1);
+    return;
+  }
+  with_dtype(p.a, tile, [&](auto value) {
+    typedef decltype(value) T;
+    const bool masked = tile.kept == Kept::some, packed = tile.slot >= 0;
+    if (masked && packed) norms_of_tile<T, true, true>(p, tile, some, out, next);
+    else if (masked) norms_of_tile<T, true, false>(p, tile, some, out, next);
+    else if (packed) norms_of_tile<T, false, true>(p, tile, some, out, next);
+    else norms_of_tile<T, false, false>(p, tile, some, out, next);
+  });
+}
+
 // A group that comes from memory twice: four rows (at_once of them side by side) from end to end of some tiles, then the
-// next four. Memory likes long
-// streams; the last tiles first, for the sums: the cache may still hold them.
-template <Stage Which>
-inline void stream(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t k) {
-  constexpr int64_t kChunk = 16;   // tiles of which sums, 128 KB of them, stay in a core's own cache
-  const int64_t all = part.last_tile - part.first_tile, count = count_of(a, part, k);
-  const int64_t chunk = Which == kSums ? kChunk : all > 0 ? all : 1;
+// next four: f(tile, rows). Memory likes long streams; the last tiles first, for the sums: the cache may still hold them.
+template <class F> DPRS_INLINE void stream(const Part& part, int64_t count, int64_t chunk, F f) {
+  const int64_t all = part.last_tile - part.first_tile;
   for (int64_t c = (all + chunk - 1) / chunk - 1; c >= 0; --c)
     for (int64_t i = 0; i < count; i += kRows)
       for (int64_t t = c * chunk; t < least(all, (c + 1) * chunk); ++t)
-        visit_tile<Which>(a, own, work, part, part.first_tile + t, k, {i, least(i + kRows, count)});
+        f(part.first_tile + t, RowRange{i, least(i + kRows, count)});
 }
 
-// Sums of group k - 1 and norms of group k, as far as there are such groups. A tile's sums come before the first norms
-// that are packed to its slot.
-inline void visit_part(const Accumulate& a, Scratch& own, const Work& work, const Part& part, int64_t k) {
-  const int64_t sums = k > 0 ? count_of(a, part, k - 1) : 0, norms = count_of(a, part, k);
-  if (a.order.split == DPRS_TWICE) {
-    if (sums > 0) stream<kSums>(a, own, work, part, k - 1);
-    if (norms > 0) stream<kNorms>(a, own, work, part, k);
-    return;
-  }
-  for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once)
+inline void visit_part_twice(const Pass& p) {
+  constexpr int64_t kChunk = 16;   // tiles of which sums, 128 KB of them, stay in a core's own cache
+  const Part& part = p.part;
+  if (part.first_tile == part.last_tile) return;
+  if (p.k > 0)
+    stream(part, count_of(p.a, part, p.k - 1), kChunk,
+           [&](int64_t t, RowRange some) { sums_of_tile(p.a, p.own, part, p.work.tiles[t], p.k - 1, some); });
+  stream(part, count_of(p.a, part, p.k), part.last_tile - part.first_tile,
+         [&](int64_t t, RowRange some) { norms_of_tile(p, t, some, nullptr); });
+}
+
+// Sums of group k - 1 and norms of group k, as far as there are such groups. Sums are a tile ahead of norms, so that a tile's
+// come before the first norms that are packed to its slot.
+inline void visit_part(const Pass& p) {
+  const Accumulate& a = p.a;
+  const Part& part = p.part;
+  if (a.order.split == DPRS_TWICE) return visit_part_twice(p);
+  if (p.k == 0) p.own.asker.begin(a, p.work, part);
+  const int64_t norms = count_of(a, part, p.k);
+  for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once) {
+    const bool sums = i == 0 && p.k > 0;
     for (int64_t t = part.first_tile; t < part.last_tile; ++t) {
-      if (i == 0 && sums > 0) visit_tile<kSums>(a, own, work, part, t, k - 1, {0, sums});
-      if (i < norms) visit_tile<kNorms>(a, own, work, part, t, k, {i, least(i + a.order.at_once, norms)});
+      if (sums && (t == part.first_tile || norms <= 0)) sums_of_tile(a, p.own, part, p.work.tiles[t], p.k - 1);
+      if (i >= norms) continue;
+      const Tile* next = sums && t + 1 < part.last_tile ? p.work.tiles + t + 1 : nullptr;
+      norms_of_tile(p, t, {i, least(i + a.order.at_once, norms)}, next);
     }
+  }
 }
 
 // Returns when all workers have called it. Spins for some microseconds, then gives its CPU away.
@@ -206,7 +301,7 @@ inline void accumulate_samples(const Accumulate& a, const Work& work, Scratch& o
   for (int64_t w = me; w < work.threads; w += workers) {
     const Part& part = work.parts[w];
     for (int64_t k = 0; k <= groups_of(a, part); ++k) {
-      visit_part(a, own, work, part, k);
+      visit_part({a, work, own, part, k});
       if (k < groups_of(a, part)) factors_of_group(a, work, part, k, a.norms);
     }
   }
@@ -217,7 +312,7 @@ inline void accumulate_tiles(const Accumulate& a, const Work& work, Scratch& own
   const int64_t groups = groups_of(a, work.parts[0]);
   for (int64_t k = 0; k <= groups; ++k) {
     // With fewer threads than asked for, each takes several parts.
-    for (int64_t w = me; w < work.threads; w += workers) visit_part(a, own, work, work.parts[w], k);
+    for (int64_t w = me; w < work.threads; w += workers) visit_part({a, work, own, work.parts[w], k});
     if (k == groups) break;
     meet(*a.barrier, workers);
     // No barrier behind the factors: the norms of group k + 1 go to the other half of `partial`.

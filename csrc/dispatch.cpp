@@ -1,6 +1,9 @@
 // The C interface: run-time choice of the instruction set, and what does not depend on it.
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <utility>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -11,7 +14,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 6;
+constexpr int64_t kAbi = 7;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -49,23 +52,46 @@ std::atomic<int64_t>& level() {
 
 const Kernels& kernels() { return *table(level().load(std::memory_order_relaxed)); }
 
-// Not cleared; starts at a cache line. From 32 MB on glibc takes new pages each time: then large ones, where the system has
-// them (as allocator.py asks for sums and p.grad).
-struct Scratch {
-  char* const data;
-  explicit Scratch(int64_t bytes) : data(take(bytes, bytes < (32 << 20) ? 64 : 2 << 20)) {}
-  static char* take(int64_t bytes, int64_t page) {
-    const int64_t all = (bytes + page) / page * page;
-    char* found = static_cast<char*>(std::aligned_alloc(page, all));
-#if defined(MADV_HUGEPAGE)
-    if (found && page > 64) madvise(found, all, MADV_HUGEPAGE);   // a wish: whether it is heard changes no result
-#endif
-    return found;
+// Memory for one call, not cleared, that starts on a page; in pages of 2 MB, where there is that much and the system has them.
+// Up to kKept bytes stay with the process for the next call: as new pages in each step, DP-CNN's 9 MB would take as long as
+// half of its sums.
+class Scratch {
+  static constexpr int64_t kKept = 32 << 20;
+  struct Block {
+    char* data;
+    int64_t bytes;
+  };
+  static Block spare;
+  static std::mutex guard;   // of spare
+  Block mine;
+
+  static Block exchange(Block block) {
+    const std::lock_guard<std::mutex> lock(guard);
+    std::swap(block, spare);
+    return block;
   }
-  ~Scratch() { std::free(data); }
+  static Block take(int64_t wanted) {
+    const int64_t page = wanted < (1 << 20) ? 4096 : 2 << 20, bytes = (wanted + page) / page * page;
+    char* data = static_cast<char*>(std::aligned_alloc(page, bytes));
+#if defined(MADV_HUGEPAGE)
+    if (data && page > 4096) madvise(data, bytes, MADV_HUGEPAGE);   // a wish: whether it is heard changes no result
+#endif
+    return {data, data ? bytes : 0};
+  }
+
+ public:
+  explicit Scratch(int64_t wanted) : mine(exchange({nullptr, 0})) {
+    if (mine.bytes >= wanted) return;
+    std::free(mine.data);
+    mine = take(wanted);
+  }
+  ~Scratch() { std::free(mine.bytes <= kKept ? exchange(mine).data : mine.data); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
+  char* data() const { return mine.data; }
 };
+Scratch::Block Scratch::spare = {nullptr, 0};
+std::mutex Scratch::guard;
 
 }  // namespace
 }  // namespace dprs
@@ -90,21 +116,25 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   const bool own = way.split == DPRS_SAMPLES;
   const int64_t slots = way.split == DPRS_TWICE ? 0 : dprs::place_slots(tiles, *grads, way.group);
   const int64_t count = static_cast<int64_t>(tiles.size());
-  // Each thread's factors, and what is its own, start on a cache line of their own.
-  const int64_t factors = (way.group * clip->segments + 15) / 8 * 8, partial = (2 * count * way.group + 15) / 8 * 8;
-  const int64_t copies = own ? threads : 1, extra = (copies - 1) * sums;
-  const Scratch memory(copies * slots + 8 * (extra + copies * partial + threads * factors));
-  if (!memory.data) return DPRS_NO_MEMORY;
-  double* const numbers = reinterpret_cast<double*>(memory.data + copies * slots);   // slots: a multiple of 128 bytes
-  std::fill(numbers, numbers + extra, 0.0);   // the other threads' sums: also 0 as integers
+  // What a thread writes starts on a page of its own: two threads that write to lines side by side wait for each other.
+  const auto pages = [](int64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
+  const int64_t copies = own ? threads : 1, factors = pages(8 * way.group * clip->segments);
+  const int64_t packed = pages(slots), partial = pages(16 * count * way.group), extra = pages(8 * sums);
+  const Scratch memory(copies * (packed + partial) + (copies - 1) * extra + threads * factors);
+  if (!memory.data()) return DPRS_NO_MEMORY;
   const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
   std::vector<dprs::Part> parts(threads);
+  char* next = memory.data();
+  const auto take = [&next](int64_t bytes) { return next += bytes, next - bytes; };
   for (int64_t w = 0; w < threads; ++w) {
-    const int64_t copy = own ? w : 0, n = grads->samples, begin = own ? n * w / threads : 0;
+    const int64_t n = grads->samples, begin = own ? n * w / threads : 0;
+    const bool shared = w > 0 && !own;   // with the first one
+    char* const sum = w > 0 && own ? take(extra) : static_cast<char*>(acc);
+    if (w > 0 && own) std::memset(sum, 0, 8 * sums);
+    char* const slot = shared ? parts[0].packed : take(packed);
+    double* const norms2 = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
     parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
-                copy == 0 ? static_cast<char*>(acc) : reinterpret_cast<char*>(numbers + (copy - 1) * sums),
-                memory.data + copy * slots, numbers + extra + copy * partial,
-                numbers + extra + copies * partial + w * factors};
+                sum, slot, norms2, reinterpret_cast<double*>(take(factors))};
   }
   dprs::Barrier barrier;
   kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},

@@ -32,6 +32,9 @@ struct Tile {
   const char* first;   // its values in sample 0, where they lie one after another; null: gathered or made (rows.h)
   int64_t step;        // from there to the same in the next sample, in bytes
 };
+static constexpr int64_t width_of(int64_t dtype) {   // bytes of a value
+  return dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2;
+}
 static constexpr int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
 // Values from one packed row to the next: a tile's kept values, zeros to a multiple of 32, and what the last vector that
 // was stored, or the last zeros, may take beyond.

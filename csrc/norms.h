@@ -10,6 +10,7 @@
 // Multiplications and additions are separate, so that all instruction sets give the same bits.
 #pragma once
 #include "kernels.h"
+#include "ask.h"
 #include "pack.h"
 
 namespace dprs {
@@ -28,31 +29,6 @@ DPRS_INLINE double join_all(f64v (&lanes)[8 / kLanes]) {
 template <class T> struct PackedOf { typedef float type; };
 template <> struct PackedOf<double> { typedef double type; };
 
-// Rows that lie `step` bytes apart. Two numbers: with an address for each of four rows, and for each of the four that they
-// are packed to, x86 runs out of registers.
-template <class T> struct Rows {
-  char* first;
-  int64_t step;
-
-  DPRS_INLINE T* operator[](int r) const { return reinterpret_cast<T*>(first + r * step); }
-  DPRS_INLINE Rows from(int64_t at) const { return {first + at * static_cast<int64_t>(sizeof(T)), step}; }
-};
-
-// The last odd values of some rows, [begin, end), and zeros to a word: a row may end at the end of its allocation. (fold_words
-// has the same for sums, beside its loop: sums through Rows and this took up to 7 % longer on Zen 5.)
-template <int Count, class T> class Tails {
-  T values[Count][kWord];
-
- public:
-  __attribute__((noinline)) Tails(Rows<const T> from, int64_t begin, int64_t end) {
-    for (int r = 0; r < Count; ++r) {
-      std::memset(values[r], 0, sizeof values[r]);
-      std::memcpy(values[r], from[r] + begin, sizeof(T) * (end - begin));
-    }
-  }
-  Rows<const T> rows() const { return {const_cast<char*>(reinterpret_cast<const char*>(values)), sizeof values[0]}; }
-};
-
 // Of a block of some rows: 16 lanes of sums of squares each.
 template <int Count> struct Squares {
   f32v of[Count][kNormLanes / kStep];
@@ -60,7 +36,7 @@ template <int Count> struct Squares {
 
 // The squares of a word's columns, and where packing goes on.
 template <bool HasKeep, bool Pack, int Count, class T, class P>
-DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32_t word, f32v s, int64_t ahead,
+DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32_t word, f32v s, Asked<T> asked,
                                 Rows<P> to) {
   DPRS_UNROLL for (int v = 0; v < kVectors; ++v) {
     const uint32_t bits = some_bits(word, v * kStep, kStep);
@@ -68,7 +44,8 @@ DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32
     const uint32_t held = in_register(bits);
     const Lanes m = keep_mask(held, 0);
     DPRS_UNROLL for (int r = 0; r < Count; ++r) {
-      ask_ahead(rows[r], v, ahead);
+      ask<true>(asked.early[r], v);
+      ask(asked.again[r], v);
       const f32v x = load_kept<HasKeep>(rows[r] + v * kStep, m);
       const f32v y = x * s;
       sums.of[r][v % (kNormLanes / kStep)] += y * y;
@@ -79,56 +56,57 @@ DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32
   return to;
 }
 
-// out[r] = s^2 times the sum of squares of row r; Pack: its kept values go to `to`, and zeros behind them.
-template <bool HasKeep, bool Pack, int Count, class T, class P>
-DPRS_INLINE void square_norms(Rows<const T> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
-                              int64_t ahead, double* out, Rows<P> to) {
+// A row's 8 lanes of float64, the blocks' squares so far.
+template <int Count> struct Totals {
+  f64v of[Count][8 / kLanes];
+};
+
+// total += the squares of a block: 16 lanes to 8 in fp32, then float64.
+template <int Count> DPRS_INLINE void join_block(Totals<Count>& total, const Squares<Count>& sums) {
   constexpr int kSums = kNormLanes / kStep;
-  const f32v s = f32v{} + static_cast<float>(scale);
-  f64v total[Count][8 / kLanes] = {};   // 8 lanes of float64 a row
-  for (int64_t begin = 0; begin < length; begin += kBlock) {
-    if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;   // would add zeros
-    Squares<Count> sums = {};
-    const int64_t end = least(begin + kBlock, length), whole = end / kWord * kWord;
-    for (int64_t c = begin; c < whole; c += kWord)
-      to = add_squares<HasKeep, Pack>(sums, rows.from(c), HasKeep ? keep[c / kWord] : ~0u, s, ahead, to);
-    if (whole < end) {
-      const Tails<Count, T> last(rows, whole, end);
-      to = add_squares<HasKeep, Pack>(sums, last.rows(), HasKeep ? keep[whole / kWord] : ~0u, s, ahead, to);
-    }
-    DPRS_UNROLL for (int r = 0; r < Count; ++r) {   // 16 lanes to 8 in fp32, then float64
-      if constexpr (kSums == 1) {                   // AVX-512: one register holds the 16
-        total[r][0] += widen(low<f32h>(sums.of[r][0]) + high<f32h>(sums.of[r][0]));
-      } else {
-        DPRS_UNROLL for (int v = 0; v < kSums / 2; ++v) {
-          const Pair eight = widen(sums.of[r][v] + sums.of[r][v + kSums / 2]);
-          total[r][2 * v] += eight.lo;
-          total[r][2 * v + 1] += eight.hi;
-        }
+  DPRS_UNROLL for (int r = 0; r < Count; ++r) {
+    if constexpr (kSums == 1) {   // AVX-512: one register holds the 16
+      total.of[r][0] += widen(low<f32h>(sums.of[r][0]) + high<f32h>(sums.of[r][0]));
+    } else {
+      DPRS_UNROLL for (int v = 0; v < kSums / 2; ++v) {
+        const Pair eight = widen(sums.of[r][v] + sums.of[r][v + kSums / 2]);
+        total.of[r][2 * v] += eight.lo;
+        total.of[r][2 * v + 1] += eight.hi;
       }
     }
   }
-  DPRS_UNROLL for (int r = 0; r < Count; ++r) {
-    out[r] = join_all(total[r]);
-    if (Pack) clear_word(to[r]);
-  }
+}
+
+// fp32, bf16, fp16: the squares of columns [begin, end) of one block, and where packing goes on.
+template <bool HasKeep, bool Pack, int Count, class T, class P>
+DPRS_INLINE Rows<P> add_block(Totals<Count>& total, Rows<const T> rows, const uint32_t* keep, int64_t begin, int64_t end,
+                              double scale, Asked<T> asked, Rows<P> to) {
+  const f32v s = f32v{} + static_cast<float>(scale);
+  Squares<Count> sums = {};
+  for (int64_t c = begin; c < end; c += kWord)
+    to = add_squares<HasKeep, Pack>(sums, rows.from(c), HasKeep ? keep[c / kWord] : ~0u, s, asked.from(c), to);
+  join_block(total, sums);
+  return to;
 }
 
 // fp64: squares in float64.
 template <bool HasKeep, bool Pack, int Count>
-DPRS_INLINE void square_norms(Rows<const double> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
-                              int64_t ahead, double* out, Rows<double> to) {
+DPRS_INLINE Rows<double> add_block(Totals<Count>& total, Rows<const double> rows, const uint32_t* keep, int64_t begin,
+                                   int64_t end, double scale, Asked<double> asked, Rows<double> to) {
   constexpr int kSums = 8 / kLanes;
-  f64v total[Count][kSums] = {};
-  const auto add = [&](Rows<const double> p, uint32_t word) {
+  for (int64_t c = begin; c < end; c += kWord) {
+    const uint32_t word = HasKeep ? keep[c / kWord] : ~0u;
+    const Rows<const double> p = rows.from(c);
+    const Asked<double> next = asked.from(c);
     DPRS_UNROLL for (int v = 0; v < kVectors; ++v) {
       const uint32_t lo = some_bits(word, v * kStep, kLanes), hi = some_bits(word, v * kStep + kLanes, kLanes);
       const int first = count_bits(lo), second = count_bits(hi);
       DPRS_UNROLL for (int r = 0; r < Count; ++r) {
-        ask_ahead(p[r], v, ahead);
+        ask<true>(next.early[r], v);
+        ask(next.again[r], v);
         const Pair y = load_pair<HasKeep>(p[r] + v * kStep, keep_mask(word, v));
-        total[r][2 * v % kSums] += (y.lo * scale) * (y.lo * scale);
-        total[r][(2 * v + 1) % kSums] += (y.hi * scale) * (y.hi * scale);
+        total.of[r][2 * v % kSums] += (y.lo * scale) * (y.lo * scale);
+        total.of[r][(2 * v + 1) % kSums] += (y.hi * scale) * (y.hi * scale);
         if (Pack) {
           pack(to[r], y.lo, lo);
           pack(to[r] + first, y.hi, hi);
@@ -136,15 +114,45 @@ DPRS_INLINE void square_norms(Rows<const double> rows, const uint32_t* keep, uin
       }
       if (Pack) to = to.from(first + second);
     }
-  };
-  for (int64_t begin = 0; begin < length; begin += kBlock) {
-    if (HasKeep && !(blocks >> begin / kBlock & 1)) continue;
-    const int64_t end = least(begin + kBlock, length), whole = end / kWord * kWord;
-    for (int64_t c = begin; c < whole; c += kWord) add(rows.from(c), HasKeep ? keep[c / kWord] : ~0u);
-    if (whole < end) add(Tails<Count, double>(rows, whole, end).rows(), HasKeep ? keep[whole / kWord] : ~0u);
+  }
+  return to;
+}
+
+// The last block of a parameter, columns [begin, end), which may be short: a copy, padded by zeros to words, is added. Not
+// inline, so that the loop over whole blocks has all registers.
+template <bool HasKeep, bool Pack, int Count, class T, class P>
+__attribute__((noinline)) Rows<P> add_rest(Totals<Count>& total, Rows<const T> rows, const uint32_t* keep, int64_t begin,
+                                           int64_t end, double scale, Rows<P> to) {
+  T values[Count][kBlock];   // a row may end at the end of its allocation
+  for (int r = 0; r < Count; ++r) {
+    std::memset(values[r] + (end - begin), 0, sizeof(T) * (padded(end - begin) - (end - begin)));
+    std::memcpy(values[r], rows[r] + begin, sizeof(T) * (end - begin));
+  }
+  const Rows<const T> copy = {reinterpret_cast<char*>(values), sizeof values[0]};
+  const uint32_t* words = HasKeep ? keep + begin / kWord : nullptr;
+  return add_block<HasKeep, Pack>(total, copy, words, 0, padded(end - begin), scale, Asked<T>{copy, copy}, to);
+}
+
+// out[r] = s^2 times the sum of squares of row r; Pack: its kept values go to `to`, and zeros behind them. beside(): called
+// after each whole block.
+template <bool HasKeep, bool Pack, int Count, class T, class P, class Beside>
+DPRS_INLINE void square_norms(Rows<const T> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
+                              Asked<T> asked, double* out, Rows<P> to, Beside beside) {
+  Totals<Count> total = {};
+  const auto is_kept = [blocks](int64_t begin) { return !HasKeep || blocks >> begin / kBlock & 1; };   // else adds zeros
+  int64_t begin = 0;
+  for (; begin + kBlock <= length; begin += kBlock)
+    if (is_kept(begin)) {
+      to = add_block<HasKeep, Pack>(total, rows, keep, begin, begin + kBlock, scale, asked, to);
+      beside();
+    }
+  if (begin < length && is_kept(begin)) {
+    Totals<Count> all = total;   // a copy: in the loop above they stay in registers
+    to = add_rest<HasKeep, Pack>(all, rows, keep, begin, length, scale, to);
+    total = all;
   }
   DPRS_UNROLL for (int r = 0; r < Count; ++r) {
-    out[r] = join_all(total[r]);
+    out[r] = join_all(total.of[r]);
     if (Pack) clear_word(to[r]);
   }
 }

@@ -37,15 +37,17 @@ inline bool is_amd() {
 // cost there is not known. Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x
 // 4096 in 26 ms in the place of 58.
 inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, bool amd) {
-  const int64_t all = row.packed + row.made + row.again;
-  if (exact && 4 * all + 8 * sums <= kOwnCache && samples >= 16 * threads)
-    return {DPRS_SAMPLES, 4, amd ? 1 : 4, amd ? 8192 : 1024};
+  const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
+  const bool shareable = exact && samples >= 16 * threads;
+  if (amd && shareable && pair <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192};
+  if (amd && shareable && threads * pair <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 4096};
+  if (shareable && 2 * all + pair <= kOwnCache) return {DPRS_SAMPLES, 4, 4, 1024, 0};
   // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
   if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)
-    return {DPRS_TWICE, 32, amd ? 2 : 4, amd ? 4096 : 1024};
+    return amd ? dprs_order{DPRS_TWICE, 32, 2, 4096, 8192} : dprs_order{DPRS_TWICE, 32, 4, 1024, 0};
   const int64_t group = std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all, 1) / 4 * 4, 64);
-  if (group < 4 && amd) return {DPRS_TILES, 2, 2, 4096};
-  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024};
+  if (group < 4 && amd) return {DPRS_TILES, pair > kSharedCache ? 4 : 2, 2, 3072, 4096};
+  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024, 0};
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates

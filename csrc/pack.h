@@ -90,10 +90,11 @@ template <class T> DPRS_INLINE void clear_word(T* to) {
   for (int i = 0; i < kWord; i += static_cast<int>(sizeof(f64v) / sizeof(T))) store(to + i, f64v{});
 }
 
-// Asks for what comes `ahead` bytes behind vector v of a word, once a cache line.
-template <class T> DPRS_INLINE void ask_ahead(const T* word, int v, int64_t ahead) {
+// Asks memory for vector v of a word, once a cache line. Early: as what will be read once (prefetchnta), so that it displaces
+// less of what is read again.
+template <bool Early = false, class T> DPRS_INLINE void ask(const T* word, int v) {
   const int at = v * kStep * static_cast<int>(sizeof(T));
-  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at + ahead, 0, 3);
+  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at, 0, Early ? 0 : 3);
 }
 
 // Kept values of a row, as norms.h packs them beside its squares.
@@ -104,7 +105,7 @@ inline void pack_row(const T* row, const uint32_t* keep, uint32_t blocks, int64_
     to = fold_words<1>(&row, keep, begin, least(begin + kBlock, length), to,
                        [ahead](P* next, const T* const* p, int64_t from, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v) {
-        ask_ahead(p[0] + from, v, ahead);
+        ask(reinterpret_cast<const T*>(reinterpret_cast<const char*>(p[0] + from) + ahead), v);
         if constexpr (sizeof(P) == 8) {
           for (int l = v * kStep; l < (v + 1) * kStep; l += kLanes) {
             const uint32_t bits = some_bits(word, l, kLanes);

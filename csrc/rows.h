@@ -6,6 +6,16 @@
 namespace dprs {
 namespace DPRS_ISA {
 
+// Rows that lie `step` bytes apart. Two numbers: with an address for each of four rows, and for each of the four that they
+// are packed to, x86 runs out of registers.
+template <class T> struct Rows {
+  char* first;
+  int64_t step;
+
+  DPRS_INLINE T* operator[](int r) const { return reinterpret_cast<T*>(first + r * step); }
+  DPRS_INLINE Rows from(int64_t at) const { return {first + at * static_cast<int64_t>(sizeof(T)), step}; }
+};
+
 // Copies values [start, start + length) of a strided sample (row-major order of its shape) into `out`.
 template <class T>
 inline void gather(const T* sample, const int64_t* shape, const int64_t* stride, int64_t dims,

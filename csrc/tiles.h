@@ -75,16 +75,11 @@ inline void note_held(std::vector<Tile>& tiles, const dprs_grads& g) {
   }
 }
 
-inline int64_t width_of(const dprs_grads& g, const Tile& tile) {   // bytes of a value
-  const int64_t dtype = g.dtypes[tile.param];
-  return dtype == DPRS_F64 ? 8 : dtype == DPRS_F32 ? 4 : 2;
-}
-
 // Where the tiles' values lie.
 inline void note_places(std::vector<Tile>& tiles, const dprs_grads& g) {
   for (Tile& tile : tiles) {
     if (g.right[tile.param] || tile.scattered || g.dims[tile.param] != 0) continue;
-    const int64_t width = width_of(g, tile);
+    const int64_t width = width_of(g.dtypes[tile.param]);
     tile.first = static_cast<const char*>(g.data[tile.param]) + width * (tile.start + tile.shift);
     tile.step = width * g.row_strides[tile.param];
   }
@@ -105,7 +100,7 @@ inline RowBytes row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
   RowBytes row = {0, 0, 0};
   for (const Tile& tile : tiles) {
     if (is_packed(tile)) (tile.first ? row.packed : row.made) += slot_bytes(g, tile);
-    else row.again += tile.count * width_of(g, tile);
+    else row.again += tile.count * width_of(g.dtypes[tile.param]);
   }
   return row;
 }

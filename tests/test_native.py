@@ -206,25 +206,26 @@ for threads in (1, 5):
 
 def chosen(*, packed=0, made=0, again=0, sums=10**6, samples=256, threads=2, exact=True, amd=True):
     found = native.loaded().dprs_choose_order(packed, made, again, sums, samples, threads, exact, amd)
-    return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead
+    return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead, found.early
 
 
 @needs_native
 def test_the_order_goes_by_sizes_and_the_cpu():
     """As csrc/order.h has it; both makes, though only one of them is here."""
     small, cnn, huge = dict(packed=54_000, sums=13_500), dict(packed=1_100_000, sums=280_000), dict(packed=30 << 20)
-    assert chosen(**small) == ("samples", 4, 1, 8192)
-    assert chosen(**small, amd=False) == ("samples", 4, 4, 1024)
-    assert chosen(**small, exact=False) == ("tiles", 4, 4, 2048)       # float64 sums go by the order of samples
-    assert chosen(**small, samples=31) == ("tiles", 4, 4, 2048)        # too few for two threads
-    assert chosen(**small, threads=64) == ("tiles", 64, 4, 2048)       # and for 64, where barriers count
-    assert chosen(**cnn) == ("tiles", 2, 2, 4096)
-    assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024)
-    assert chosen(**huge) == ("tiles", 2, 2, 4096)
-    assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024)
-    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096)             # outer products: made again sooner than stored
-    assert chosen(again=30 << 20) == ("twice", 32, 2, 4096)
-    assert chosen(again=2_200_000) == ("tiles", 2, 2, 4096)
+    assert chosen(**small) == ("samples", 2, 2, 4096, 8192)
+    assert chosen(**small, amd=False) == ("samples", 4, 4, 1024, 0)
+    assert chosen(**small, exact=False) == ("tiles", 4, 4, 2048, 0)       # float64 sums go by the order of samples
+    assert chosen(**small, samples=31) == ("tiles", 4, 4, 2048, 0)        # too few for two threads
+    assert chosen(**small, threads=64) == ("tiles", 64, 4, 2048, 0)       # and for 64, where barriers count
+    assert chosen(**cnn) == ("samples", 2, 2, 4096, 4096)
+    assert chosen(**cnn, threads=8) == ("tiles", 2, 2, 3072, 4096)        # eight threads' sums leave the shared cache
+    assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024, 0)
+    assert chosen(**huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096)
+    assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024, 0)
+    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096, 8192)          # outer products: made again sooner than stored
+    assert chosen(again=30 << 20) == ("twice", 32, 2, 4096, 8192)
+    assert chosen(again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096)
 
 
 @needs_native

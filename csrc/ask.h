@@ -1,0 +1,96 @@
+// ask: which of the values that norms will read memory is asked for, while they read others.
+//
+// Where a CPU reads nothing ahead by itself, each line must be asked for 142 ns (Zen 5) before it is needed, some 100 of them
+// under way on a core. Two things were measured there, in reads of DP-CNN's gradients at full bandwidth (half dropped):
+//  - A core that has no place for another line forgets what it is asked: 32 lines asked for at once, in the place of one after
+//    another between the arithmetic, take 2.5 reads, not 1.3. So lines are asked for at the pace at which they are read.
+//  - Slots and sums take places, too, so some lines are forgotten at any pace: asking a second time, half the way later, brings
+//    1.40 -> 1.27. A line that is there, or under way, costs an instruction. A third time brings nothing.
+// What is asked for runs through tiles, rows and groups in the order of accumulate.h: a row that begins has been asked for.
+#pragma once
+#include "factors.h"
+#include "rows.h"
+
+namespace dprs {
+namespace DPRS_ISA {
+
+// What to ask for while a tile is read, early and again.
+template <class T> struct Asked {
+  Rows<const T> early, again;
+
+  DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }
+};
+
+// What comes behind `rows` in memory.
+template <class T> DPRS_INLINE Asked<T> behind(const Accumulate& a, Rows<const T> rows) {
+  return {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step}};
+}
+
+// Walks through the whole tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them.
+class Asker {
+  static constexpr uint64_t kMost = 16;   // tiles: a power of two
+  char* firsts[kMost];                    // of the last ones that were asked for
+  int64_t steps[kMost];
+  uint64_t asked, early, ahead;           // how many, and how many tiles before they are read
+  int64_t k, i, t;                        // the next: group, row of the group, tile
+  const Part* part = nullptr;
+
+  static bool is_whole(const Tile& tile) { return tile.length == kTile && tile.first && tile.kept != Kept::none; }
+
+  // To the next whole tile. What is shorter, at the end of a parameter, is asked for in passing: a few lines. Behind the last
+  // sample: the first tiles once more, of which nothing is missed.
+  void next(const Accumulate& a, const Work& work) {
+    for (int64_t tiles = part->last_tile - part->first_tile; tiles > 0; --tiles) {
+      if (t == part->last_tile) {
+        t = part->first_tile;
+        i += a.order.at_once;
+        if (i >= count_of(a, *part, k)) {
+          i = 0;
+          ++k;
+        }
+        if (count_of(a, *part, k) <= 0) k = 0;
+      }
+      const Tile& tile = work.tiles[t++];
+      char* const first = const_cast<char*>(tile.first) + (first_of(a, *part, k) + i) * tile.step;
+      if (is_whole(tile)) {
+        firsts[asked % kMost] = first;
+        steps[asked % kMost] = tile.step;
+        break;
+      }
+      if (!tile.first || tile.kept == Kept::none) continue;
+      const int64_t bytes = least(tile.length, kBlock) * width_of(a.grads.dtypes[tile.param]);
+      for (int64_t r = 0; r < least(a.order.at_once, count_of(a, *part, k) - i); ++r)
+        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(first + r * tile.step + b, 0, 3);
+    }
+    ++asked;
+  }
+
+ public:
+  // From the first group of a part on.
+  void begin(const Accumulate& a, const Work& work, const Part& of) {
+    part = &of;
+    asked = 0;
+    k = i = 0;
+    t = of.first_tile;
+    for (uint64_t n = 0; n < kMost; ++n) firsts[n] = nullptr, steps[n] = 0;
+    const int64_t tile = kTile * (t < of.last_tile ? width_of(a.grads.dtypes[work.tiles[t].param]) : 4);
+    early = static_cast<uint64_t>(least(kMost - 1, a.order.early / tile));
+    ahead = static_cast<uint64_t>(least(kMost - 1, a.order.ahead / tile));
+    if (early < ahead) early = ahead;
+    while (asked < early) next(a, work);
+  }
+  bool follows(const Part& of) const { return part == &of; }
+
+  // While `tile` is read, whose rows are at `rows`.
+  template <class T>
+  DPRS_INLINE Asked<T> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
+    if (!is_whole(tile)) return {rows, rows};   // what is there already
+    if (ahead == 0) return behind(a, rows);
+    next(a, work);
+    const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;
+    return {{firsts[now], steps[now]}, {firsts[again], steps[again]}};
+  }
+};
+
+}  // namespace DPRS_ISA
+}  // namespace dprs
