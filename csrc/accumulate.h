@@ -1,20 +1,21 @@
 // accumulate: norms -> factors -> sums of one micro-batch, reading masked gradients once.
 //
 // Samples go in groups. Norms read a group from memory and leave its kept values, packed, in slots; when the factors are
-// known, sums take them from there. Both go tile by tile and in turn, so that memory is read all the time, and a slot is
-// written to while it is at hand:
-//   rows 0 .. r-1 of group k:   each tile: sums of group k-1 (from its slot), norms of these rows (from memory, into that slot)
-//   the other rows of group k:  each tile: norms                                                    | then the factors of k
+// known, sums take them from there. Both go tile by tile, sums a tile ahead, a block of norms and a quarter of sums in turn, so
+// that memory is read all the time, and a slot is written to while it is at hand:
+//   rows 0 .. r-1 of group k:   each tile t: norms of these rows (from memory, into slot t) | sums of group k-1 (from slot t+1)
+//   the other rows of group k:  each tile: norms                                            | then the factors of k
 // Threads have tiles, of all samples, and meet after each group; or samples, with sums of their own, and never meet (order.h
 // says which, and what was measured). Contributions are integers, so no result depends on that, on the number of threads, on
 // the group's size or on the split into micro-batches. Float64 sums (no unit) go by the order of samples: tiles.
 // Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again. So they do, in
 // long streams, where no cache holds them until then (`stream`).
 //
-// What is in the way of one read of the gradients (Zen 5, DP-CNN, r = 0.5): norms alone are at 1.0 reads, packing brings 0.4,
-// sums 0.3. A core has some 100 lines under way to reach its bandwidth, so slots and sums wait for a place among them; asking
-// for gradients during sums makes it worse (1.4 -> 1.6), packing by permutations of 32 values in the place of compressions of
-// 16, and norms of packed values instead of masked ones, change nothing or cost a tenth.
+// What is in the way of one read of the gradients (Zen 5, DP-CNN, r = 0.5, where a pass takes 1.33 to 1.5): norms alone take
+// 1.07, packed into a slot that stays in the first cache 0.02 more, slots of their size 0.1 to 0.15, sums 0.1. What cost as much
+// and is gone: sums between the norms of whole tiles, when no line is under way; rows that begin unasked for, and lines that
+// are forgotten (ask.h); values that are stored and read again between 100 stores to slots (TileSums), a third of DP-CNN/S's
+// pass together with two threads' factors in lines side by side; new pages in every step.
 #pragma once
 #include <sched.h>
 #ifdef _OPENMP
@@ -22,22 +23,10 @@
 #endif
 
 #include "factors.h"
-#include "norms.h"
-#include "rows.h"
-#include "sums.h"
+#include "tile_sums.h"
 
 namespace dprs {
 namespace DPRS_ISA {
-
-struct RowRange {   // of a group
-  int64_t begin, end;
-};
-struct Scratch {   // one thread's
-  alignas(64) double rows[kRows][kTile] = {};             // gathered rows of any dtype
-  alignas(64) double packed[kRows][kTile + kWord];        // their kept values, where there are no slots
-  Asker asker;
-};
-alignas(64) const double kZeros[kTile] = {};
 
 // One thread's way through its part: norms of group k, sums of the one before.
 struct Pass {
@@ -48,21 +37,6 @@ struct Pass {
   int64_t k;
 };
 
-// Calls f(first row, number of rows) for some of a group's rows, at_once at a time, the rest by fewer.
-template <class F> DPRS_INLINE void for_rows(RowRange rows, int64_t at_once, F f) {
-  int64_t i = rows.begin;
-  if (at_once >= 4)
-    for (; i + 4 <= rows.end; i += 4) f(i, Constant<int, 4>());
-  if (at_once >= 2)
-    for (; i + 2 <= rows.end; i += 2) f(i, Constant<int, 2>());
-  for (; i < rows.end; ++i) f(i, Constant<int, 1>());
-}
-
-// Row i of the group that a tile's slot holds.
-template <class T> DPRS_INLINE typename PackedOf<T>::type* packed_of(const Part& part, const Tile& tile, int64_t i) {
-  return reinterpret_cast<typename PackedOf<T>::type*>(part.packed + tile.slot) + i * packed_row(tile);
-}
-
 // A tile of samples [i, i + Count): where they lie, or made in this thread's scratch.
 template <class T, int Count>
 DPRS_INLINE Rows<const T> rows_of(const dprs_grads& g, const Tile& tile, int64_t i, Scratch& own) {
@@ -70,125 +44,6 @@ DPRS_INLINE Rows<const T> rows_of(const dprs_grads& g, const Tile& tile, int64_t
   for (int r = 0; r < Count; ++r) made_row(g, tile, i + r, reinterpret_cast<T*>(own.rows[r]));
   return {reinterpret_cast<char*>(own.rows), sizeof own.rows[0]};
 }
-
-// The values of row i of a group for sums: zeros where its factor is 0, which may mean NaN or Inf in the row (a select: the same
-// instructions; a row that is not packed is then not read a second time).
-template <class T> DPRS_INLINE const T* summed(const Accumulate& a, const double* factors, int64_t i, const T* values) {
-  return factors[i * a.clip.segments] != 0 ? values : reinterpret_cast<const T*>(kZeros);
-}
-
-// row(i, r): the values of row i of the group, `length` of them, the r-th of those at hand.
-template <class T, Sum How, class Row>
-DPRS_INLINE void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length,
-                              Row row) {
-  const double* factors = part.factors + a.clip.segment_of[tile.param];
-  for_rows(some, kRows, [&](int64_t i, auto rows_at_once) {
-    constexpr int Count = decltype(rows_at_once)::value;
-    const T* rows[Count];
-    for (int r = 0; r < Count; ++r) rows[r] = summed(a, factors, i + r, row(i + r, r));
-    add_rows<T, How, Count>(rows, factors + i * a.clip.segments, a.clip.segments, length, part.acc + 8 * tile.sum);
-  });
-}
-
-// Calls f(Constant<how>): how values of type T are summed.
-template <class T, class F> DPRS_INLINE void with_sum(const Accumulate& a, F f) {
-  constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
-  if (!a.integers) f(Constant<Sum, Sum::real>());
-  else if (a.small) f(Constant<Sum, kSmall>());
-  else f(Constant<Sum, Sum::integer>());
-}
-
-template <class T, class Row>
-void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length, Row row) {
-  with_sum<T>(a, [&](auto how) { sums_of_rows<T, decltype(how)::value>(a, part, tile, some, length, row); });
-}
-
-template <class T>
-void sums_of_tile_as(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
-  typedef typename PackedOf<T>::type P;
-  const auto gathered = [&](int64_t i, int r) {
-    return row_of<T>(a.grads, tile, first_of(a, part, k) + i, reinterpret_cast<T*>(own.rows[r]));
-  };
-  if (tile.kept == Kept::none) return;
-  if (tile.slot >= 0) {
-    const auto from_slot = [&](int64_t i, int) { return packed_of<T>(part, tile, i); };
-    sums_of_rows<P>(a, part, tile, some, padded(tile.count), from_slot);
-  } else if (tile.kept == Kept::all) {
-    sums_of_rows<T>(a, part, tile, some, tile.length, gathered);
-  } else {
-    const auto anew = [&](int64_t i, int r) {
-      P* to = reinterpret_cast<P*>(own.packed[r]);
-      pack_row(gathered(i, r), a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, to);
-      return to;
-    };
-    sums_of_rows<P>(a, part, tile, some, padded(tile.count), anew);
-  }
-}
-
-// Calls visit with a value of the dtype that the tile's gradients have.
-template <class Visit> DPRS_INLINE void with_dtype(const Accumulate& a, const Tile& tile, Visit visit) {
-  switch (a.grads.dtypes[tile.param]) {
-    case DPRS_F32: visit(float()); break;
-    case DPRS_F64: visit(double()); break;
-    case DPRS_BF16: visit(bf16()); break;
-    default: visit(fp16()); break;
-  }
-}
-
-inline void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
-  with_dtype(a, tile, [&](auto value) { sums_of_tile_as<decltype(value)>(a, own, part, tile, k, some); });
-}
-inline void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k) {   // all rows
-  sums_of_tile(a, own, part, tile, k, {0, count_of(a, part, k)});
-}
-
-// Sums of Count rows of one tile, in four goes beside the norms of another tile's four blocks: memory is then read all the time,
-// though no line is asked for during sums. All of it is to stay in registers: a value that was stored lately and is read
-// again waits until all stores are done, if another store to an address with the same last 12 bits came between; norms
-// that are packed make 128 of them a tile.
-template <int Count> class TileSums {
-  const float* rows[Count];
-  float factors[Count];
-  char* acc = nullptr;
-  int64_t columns = 0, some = 0, done = 0;
-
- public:
-  // Of group k of `tile`; nothing, if there is none.
-  DPRS_INLINE TileSums(const Accumulate& a, const Part& part, const Tile* tile, int64_t k) {
-    if (!tile) return;
-    const Rows<const float> from =
-        tile->slot < 0 ? Rows<const float>{const_cast<char*>(tile->first) + first_of(a, part, k) * tile->step, tile->step}
-                       : Rows<const float>{part.packed + tile->slot, 4 * packed_row(*tile)};
-    const double* f = part.factors + a.clip.segment_of[tile->param];
-    DPRS_UNROLL for (int r = 0; r < Count; ++r) {
-      rows[r] = summed(a, f, r, from[r]);
-      factors[r] = static_cast<float>(f[r * a.clip.segments]);
-    }
-    acc = part.acc + 8 * tile->sum;
-    columns = tile->slot < 0 ? tile->length : padded(tile->count);
-    some = padded((columns + 3) / 4);
-  }
-  // Whether these are sums of this kind.
-  static bool fits(const Accumulate& a, const Part& part, const Tile& tile, int64_t k) {
-    const int64_t dtype = a.grads.dtypes[tile.param];
-    return a.integers && a.small && count_of(a, part, k) == Count && tile.kept != Kept::none && dtype != DPRS_F64 &&
-           (tile.slot >= 0 || (dtype == DPRS_F32 && tile.length % kWord == 0));
-  }
-
-  DPRS_INLINE void go_on() {
-    const int64_t end = least(columns, done + some);
-    for (; done < end; done += kStep) add_columns<float, Sum::small, Count>(rows, done, factors, acc + 8 * done);
-  }
-  DPRS_INLINE void finish() {
-    some = columns;
-    go_on();
-  }
-};
-struct NoSums {
-  DPRS_INLINE NoSums(const Accumulate&, const Part&, const Tile*, int64_t) {}
-  DPRS_INLINE void go_on() {}
-  DPRS_INLINE void finish() {}
-};
 
 // Rows [i, i + Count) of group k of a tile, and beside them sums of group k - 1 of the tile `next`. A function for each number
 // of rows: its loops have the registers for themselves.

@@ -1,11 +1,13 @@
 // ask: which of the values that norms will read memory is asked for, while they read others.
 //
 // Where a CPU reads nothing ahead by itself, each line must be asked for 142 ns (Zen 5) before it is needed, some 100 of them
-// under way on a core. Two things were measured there, in reads of DP-CNN's gradients at full bandwidth (half dropped):
+// under way on a core. Measured there, in reads of the gradients at full bandwidth (a loop of its own, half dropped):
 //  - A core that has no place for another line forgets what it is asked: 32 lines asked for at once, in the place of one after
 //    another between the arithmetic, take 2.5 reads, not 1.3. So lines are asked for at the pace at which they are read.
-//  - Slots and sums take places, too, so some lines are forgotten at any pace: asking a second time, half the way later, brings
-//    1.40 -> 1.27. A line that is there, or under way, costs an instruction. A third time brings nothing.
+//  - Slots and sums take places, too, so some lines are forgotten at any pace. Asking early, and again half the way later,
+//    brings 1.40 -> 1.24 with small rows; a line that is there, or under way, costs an instruction. A third time brings nothing.
+//  - Lines that wait in the first cache for too long are displaced, where slots and sums leave little room: with large rows
+//    8 KB ahead are too many.
 // What is asked for runs through tiles, rows and groups in the order of accumulate.h: a row that begins has been asked for.
 #pragma once
 #include "factors.h"
@@ -51,13 +53,13 @@ class Asker {
         if (count_of(a, *part, k) <= 0) k = 0;
       }
       const Tile& tile = work.tiles[t++];
+      if (!tile.first || tile.kept == Kept::none) continue;
       char* const first = const_cast<char*>(tile.first) + (first_of(a, *part, k) + i) * tile.step;
       if (is_whole(tile)) {
         firsts[asked % kMost] = first;
         steps[asked % kMost] = tile.step;
         break;
       }
-      if (!tile.first || tile.kept == Kept::none) continue;
       const int64_t bytes = least(tile.length, kBlock) * width_of(a.grads.dtypes[tile.param]);
       for (int64_t r = 0; r < least(a.order.at_once, count_of(a, *part, k) - i); ++r)
         for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(first + r * tile.step + b, 0, 3);

@@ -18,24 +18,23 @@ inline bool is_amd() {
 #endif
 }
 
-// A thread that has samples for itself meets nobody and reads them end to end, where its sums stay in its cache; else
-// threads share the tiles. How many rows are read at once, and how far ahead, goes by the CPU's make. Time of a pass in reads
-// of the gradients at full bandwidth, half of the coordinates dropped, on two cores (16M: one tensor of as many):
-//                                               EPYC (Zen 5)                Xeon (Ice Lake, kernels of commit 43cbc60)
-//                                               DP-CNN  DP-CNN/S  16M       DP-CNN  DP-CNN/S
-//   tiles, groups of 4, 4 rows at once, 1 KB    1.96    2.8                 1.5     1.3 to 1.4
-//   tiles, groups of 4, 4 rows at once, 2 KB    1.85    2.5       2.9
-//   tiles, groups of 2, 2 rows at once, 4 KB    1.60    2.7       2.7
-//   tiles, one row, 8 KB                                          3.0
-//   samples, groups of 4, 4 rows at once, 2 KB  1.85    2.0
-//   samples, groups of 4, row by row, 8 KB      1.83    1.8
-//   samples, groups of 2, row by row, 8 KB      1.83    2.0
-//   twice, groups of 32, 2 rows at once, 4 KB                     3.3
+// A thread that has samples for itself meets nobody and reads them end to end, where all threads' slots and sums stay in
+// caches; else threads share the tiles. How many rows are read at once, and how far ahead (ask.h), goes by the CPU's make. Time
+// of a pass in reads of the gradients at full bandwidth on two cores (16M, 11M: one tensor of as many):
+//                                               EPYC (Zen 5)                               Xeon (Ice Lake, commit 43cbc60)
+//                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M    DP-CNN  DP-CNN/S
+//   tiles, groups of 4, 4 rows at once, 1 KB                                               1.5     1.3 to 1.4
+//   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4
+//   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                 3.8
+//   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                 3.9
+//   samples, groups of 2, 2 rows, twice 4 KB    1.33 to 1.5                1.39
+//   samples, groups of 2, 2 rows, 3 and 4 KB    1.35   2.46  1.21          1.79
+//   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12          1.32
+//   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                       1.70
 // A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
-// times as long as all asked for. 64 to 128 must be under way, in few streams. (AMD's other cores were not at hand.) The Xeon
-// does read ahead, is best with four streams, and its shared cache is slow: slots beyond it did not pay, and what groups of 2
-// cost there is not known. Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x
-// 4096 in 26 ms in the place of 58.
+// times as long as all asked for. (AMD's other cores were not at hand.) The Xeon does read ahead, is best with four streams, and
+// its shared cache is slow: slots beyond it did not pay, and what groups of 2 cost there is not known. Outer products and
+// strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place of 58.
 inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, bool amd) {
   const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
   const bool shareable = exact && samples >= 16 * threads;

@@ -42,8 +42,8 @@ struct fp16 { uint16_t bits; };
 #define DPRS_INLINE inline __attribute__((always_inline))
 #define DPRS_UNROLL _Pragma("GCC unroll 32")   // all of a short loop: what it indexes can then live in registers
 
-template <class T, T Value> struct Constant {
-  static constexpr T value = Value;
+template <int Value> struct Constant {
+  static constexpr int value = Value;
 };
 DPRS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
