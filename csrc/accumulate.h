@@ -66,7 +66,7 @@ template <class T, bool HasKeep, bool Pack>
 DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, double* out, const Tile* next) {
   for_rows(some, p.a.order.at_once, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
-    // Where rows are fewer than at_once, several turns read one block: the first one asks, and adds sums.
+    // Where rows are fewer than at_once, a tile is read in several turns: the first one asks, and adds sums.
     const bool first = i == some.begin, follow = first && tile.first && p.own.asker.follows(p.part);
     const Tile* sums = first ? next : nullptr;
     if constexpr (sizeof(T) < 8) {

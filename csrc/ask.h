@@ -23,7 +23,7 @@ template <class T> struct Asked {
   DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }
 };
 
-// What comes behind `rows` in memory.
+// What comes behind `rows` in memory. Without an early distance: the line that is read, which costs an instruction.
 template <class T> DPRS_INLINE Asked<T> behind(const Accumulate& a, Rows<const T> rows) {
   return {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step}};
 }
@@ -39,8 +39,8 @@ class Asker {
 
   static bool is_whole(const Tile& tile) { return tile.length == kTile && tile.first && tile.kept != Kept::none; }
 
-  // To the next whole tile. What is shorter, at the end of a parameter, is asked for in passing: a few lines. Behind the last
-  // sample: the first tiles once more, of which nothing is missed.
+  // To the next whole tile. What is shorter, at the end of a parameter, is asked for in passing, its first block; the rest of it
+  // while that is read. Behind the last sample: the first tiles once more, of which nothing is missed.
   void next(const Accumulate& a, const Work& work) {
     for (int64_t tiles = part->last_tile - part->first_tile; tiles > 0; --tiles) {
       if (t == part->last_tile) {
@@ -75,19 +75,23 @@ class Asker {
     k = i = 0;
     t = of.first_tile;
     for (uint64_t n = 0; n < kMost; ++n) firsts[n] = nullptr, steps[n] = 0;
-    const int64_t tile = kTile * (t < of.last_tile ? width_of(a.grads.dtypes[work.tiles[t].param]) : 4);
-    early = static_cast<uint64_t>(least(kMost - 1, a.order.early / tile));
-    ahead = static_cast<uint64_t>(least(kMost - 1, a.order.ahead / tile));
+    // By the width of the first whole tile; another dtype is asked for at another distance, and in part.
+    int64_t whole = t;
+    while (whole < of.last_tile && !is_whole(work.tiles[whole])) ++whole;
+    const bool none = whole == of.last_tile;
+    const int64_t bytes = none ? 0 : kTile * width_of(a.grads.dtypes[work.tiles[whole].param]);
+    early = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.early / bytes));
+    ahead = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.ahead / bytes));
     if (early < ahead) early = ahead;
-    while (asked < early) next(a, work);
+    for (uint64_t n = 0; ahead > 0 && n < early; ++n) next(a, work);
   }
   bool follows(const Part& of) const { return part == &of; }
 
   // While `tile` is read, whose rows are at `rows`.
   template <class T>
   DPRS_INLINE Asked<T> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
-    if (!is_whole(tile)) return {rows, rows};   // what is there already
-    if (ahead == 0) return behind(a, rows);
+    if (ahead == 0) return behind(a, rows);   // less than a tile
+    if (!is_whole(tile)) return {rows, rows.from(kBlock)};
     next(a, work);
     const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;
     return {{firsts[now], steps[now]}, {firsts[again], steps[again]}};

@@ -2,8 +2,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <utility>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -53,45 +51,42 @@ std::atomic<int64_t>& level() {
 const Kernels& kernels() { return *table(level().load(std::memory_order_relaxed)); }
 
 // Memory for one call, not cleared, that starts on a page; in pages of 2 MB, where there is that much and the system has them.
-// Up to kKept bytes stay with the process for the next call: as new pages in each step, DP-CNN's 9 MB would take as long as
-// half of its sums.
+// Blocks of up to kKept bytes stay with the process for the next call: as new pages in each step, DP-CNN's 9 MB would take as
+// long as half of its sums.
 class Scratch {
-  static constexpr int64_t kKept = 32 << 20;
-  struct Block {
-    char* data;
-    int64_t bytes;
-  };
-  static Block spare;
-  static std::mutex guard;   // of spare
-  Block mine;
+  static constexpr int64_t kKept = 32 << 20, kPage = 4096, kLarge = 2 << 20;
+  static std::atomic<char*> spare;   // its first page holds its size; no lock, which a forked child could find taken
+  char* block;
 
-  static Block exchange(Block block) {
-    const std::lock_guard<std::mutex> lock(guard);
-    std::swap(block, spare);
-    return block;
+  static int64_t size_of(const char* held) {
+    int64_t bytes = 0;
+    if (held) std::memcpy(&bytes, held, sizeof bytes);
+    return bytes;
   }
-  static Block take(int64_t wanted) {
-    const int64_t page = wanted < (1 << 20) ? 4096 : 2 << 20, bytes = (wanted + page) / page * page;
-    char* data = static_cast<char*>(std::aligned_alloc(page, bytes));
+  static char* take(int64_t wanted) {
+    const int64_t page = wanted < (1 << 20) ? kPage : kLarge, bytes = (wanted + page - 1) / page * page;
+    char* made = static_cast<char*>(std::aligned_alloc(page, bytes));
 #if defined(MADV_HUGEPAGE)
-    if (data && page > 4096) madvise(data, bytes, MADV_HUGEPAGE);   // a wish: whether it is heard changes no result
+    if (made && page > kPage) madvise(made, bytes, MADV_HUGEPAGE);   // a wish: whether it is heard changes no result
 #endif
-    return {data, data ? bytes : 0};
+    if (made) std::memcpy(made, &bytes, sizeof bytes);
+    return made;
   }
 
  public:
-  explicit Scratch(int64_t wanted) : mine(exchange({nullptr, 0})) {
-    if (mine.bytes >= wanted) return;
-    std::free(mine.data);
-    mine = take(wanted);
+  explicit Scratch(int64_t wanted) {
+    wanted += kPage;
+    block = wanted <= kKept ? spare.exchange(nullptr) : nullptr;
+    if (block && size_of(block) >= wanted) return;
+    std::free(block);
+    block = take(wanted);
   }
-  ~Scratch() { std::free(mine.bytes <= kKept ? exchange(mine).data : mine.data); }
+  ~Scratch() { std::free(size_of(block) <= kKept ? spare.exchange(block) : block); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  char* data() const { return mine.data; }
+  char* data() const { return block ? block + kPage : nullptr; }
 };
-Scratch::Block Scratch::spare = {nullptr, 0};
-std::mutex Scratch::guard;
+std::atomic<char*> Scratch::spare{nullptr};
 
 }  // namespace
 }  // namespace dprs
@@ -132,9 +127,9 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
     char* const sum = w > 0 && own ? take(extra) : static_cast<char*>(acc);
     if (w > 0 && own) std::memset(sum, 0, 8 * sums);
     char* const slot = shared ? parts[0].packed : take(packed);
-    double* const norms2 = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
+    double* const squares = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
     parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
-                sum, slot, norms2, reinterpret_cast<double*>(take(factors))};
+                sum, slot, squares, reinterpret_cast<double*>(take(factors))};
   }
   dprs::Barrier barrier;
   kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},

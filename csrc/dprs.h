@@ -49,7 +49,7 @@ struct dprs_order {
   int64_t group;      // samples whose norms are taken before they are summed
   int64_t at_once;    // of which as many are read at the same time: 1, 2 or 4
   int64_t ahead;      // bytes of a row that memory is asked for in advance,
-  int64_t early;      // and a first time before that; 0: not (ask.h)
+  int64_t early;      // and a first time, at least as far; 0: only once (ask.h)
 };
 
 // Values that the sums of a step take, 8 bytes each: those of kept coordinates, in order, each run of 1024 coordinates of a

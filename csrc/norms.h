@@ -134,7 +134,7 @@ __attribute__((noinline)) Rows<P> add_rest(Totals<Count>& total, Rows<const T> r
 }
 
 // out[r] = s^2 times the sum of squares of row r; Pack: its kept values go to `to`, and zeros behind them. beside(): called
-// after each whole block.
+// after each whole block that has a kept value.
 template <bool HasKeep, bool Pack, int Count, class T, class P, class Beside>
 DPRS_INLINE void square_norms(Rows<const T> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
                               Asked<T> asked, double* out, Rows<P> to, Beside beside) {

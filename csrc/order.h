@@ -20,14 +20,14 @@ inline bool is_amd() {
 
 // A thread that has samples for itself meets nobody and reads them end to end, where all threads' slots and sums stay in
 // caches; else threads share the tiles. How many rows are read at once, and how far ahead (ask.h), goes by the CPU's make. Time
-// of a pass in reads of the gradients at full bandwidth on two cores (16M, 11M: one tensor of as many):
+// of a pass in reads of the gradients at full bandwidth on two cores (11M: one tensor of as many, 16 samples):
 //                                               EPYC (Zen 5)                               Xeon (Ice Lake, commit 43cbc60)
 //                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M    DP-CNN  DP-CNN/S
 //   tiles, groups of 4, 4 rows at once, 1 KB                                               1.5     1.3 to 1.4
 //   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4
 //   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                 3.8
 //   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                 3.9
-//   samples, groups of 2, 2 rows, twice 4 KB    1.33 to 1.5                1.39
+//   samples, groups of 2, 2 rows, 4 and 4 KB    1.33 to 1.5                1.39
 //   samples, groups of 2, 2 rows, 3 and 4 KB    1.35   2.46  1.21          1.79
 //   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12          1.32
 //   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                       1.70
@@ -50,7 +50,8 @@ inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int6
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates
-  return std::min<int64_t>(tile.length, kBlock * popcount(tile.blocks));
+  const uint32_t blocks = tile.blocks;
+  return std::min<int64_t>(tile.length, kBlock * popcount(&blocks, 1));
 }
 
 // Contiguous shares of the tiles, balanced by coordinates (small parameters make short tiles).

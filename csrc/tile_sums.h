@@ -106,13 +106,12 @@ inline void sums_of_tile(const Accumulate& a, Scratch& own, const Part& part, co
 template <int Count> class TileSums {
   const float* rows[Count];
   float factors[Count];
-  char* acc = nullptr;
-  int64_t columns = 0, some = 0, done = 0;
+  char* acc;
+  int64_t columns, some, done = 0;   // some: of a go
 
  public:
-  // Of group k of `tile`; nothing, if there is none.
+  // Of group k of `tile`.
   DPRS_INLINE TileSums(const Accumulate& a, const Part& part, const Tile* tile, int64_t k) {
-    if (!tile) return;
     const Rows<const float> from =
         tile->slot < 0 ? Rows<const float>{const_cast<char*>(tile->first) + first_of(a, part, k) * tile->step, tile->step}
                        : Rows<const float>{part.packed + tile->slot, 4 * packed_row(*tile)};

@@ -30,6 +30,11 @@ ORDERS: list[Callable[[], AbstractContextManager[None]]] = [
     *(partial(cpu.order, split, group=group, at_once=at_once)
       for split, group, at_once in (("tiles", 1, 1), ("tiles", 3, 2), ("tiles", 64, 4), ("samples", 2, 1),
                                     ("samples", 5, 4), ("samples", 4, 2), ("twice", 4, 4), ("twice", 13, 2))),
+    # As many at once as in a group: sums beside norms (csrc/tile_sums.h). And other distances ahead (csrc/ask.h).
+    *(partial(cpu.order, split, group=group, at_once=at_once, ahead=ahead, early=early)
+      for split, group, at_once, ahead, early in (("samples", 2, 2, 4096, 4096), ("samples", 4, 4, 1024, 0),
+                                                  ("tiles", 2, 2, 3072, 4096), ("tiles", 2, 4, 0, 0),
+                                                  ("tiles", 4, 4, 2**40, 0))),
 ]   # fmt: skip
 MARGIN = 2.0**-20
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 0.0, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
