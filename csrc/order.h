@@ -27,7 +27,8 @@ inline bool is_amd() {
 //   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4
 //   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                 3.8
 //   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                 3.9
-//   samples, groups of 2, 2 rows, 4 and 4 KB    1.33 to 1.5                1.39
+//   samples, groups of 2, 2 rows, 4 and 4 KB    1.35                       1.39
+//   samples, groups of 2, 2 rows, 4 and 6 KB    1.32                       1.32
 //   samples, groups of 2, 2 rows, 3 and 4 KB    1.35   2.46  1.21          1.79
 //   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12          1.32
 //   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                       1.70
@@ -39,7 +40,7 @@ inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int6
   const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
   const bool shareable = exact && samples >= 16 * threads;
   if (amd && shareable && pair <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192};
-  if (amd && shareable && threads * pair <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 4096};
+  if (amd && shareable && threads * pair <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 6144};
   if (shareable && 2 * all + pair <= kOwnCache) return {DPRS_SAMPLES, 4, 4, 1024, 0};
   // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
   if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)

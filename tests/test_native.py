@@ -218,7 +218,7 @@ def test_the_order_goes_by_sizes_and_the_cpu():
     assert chosen(**small, exact=False) == ("tiles", 4, 4, 2048, 0)       # float64 sums go by the order of samples
     assert chosen(**small, samples=31) == ("tiles", 4, 4, 2048, 0)        # too few for two threads
     assert chosen(**small, threads=64) == ("tiles", 64, 4, 2048, 0)       # and for 64, where barriers count
-    assert chosen(**cnn) == ("samples", 2, 2, 4096, 4096)
+    assert chosen(**cnn) == ("samples", 2, 2, 4096, 6144)
     assert chosen(**cnn, threads=8) == ("tiles", 2, 2, 3072, 4096)        # eight threads' sums leave the shared cache
     assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024, 0)
     assert chosen(**huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096)
