@@ -155,6 +155,7 @@ inline void meet(Barrier& b, int64_t workers) {
 inline void accumulate_samples(const Accumulate& a, const Work& work, Scratch& own, int64_t me, int64_t workers) {
   for (int64_t w = me; w < work.threads; w += workers) {
     const Part& part = work.parts[w];
+    if (part.fresh) std::memset(part.acc, 0, 8 * a.sums);   // also 0 as integers
     for (int64_t k = 0; k <= groups_of(a, part); ++k) {
       visit_part({a, work, own, part, k});
       if (k < groups_of(a, part)) factors_of_group(a, work, part, k, a.norms);

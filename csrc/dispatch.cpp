@@ -124,12 +124,12 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   for (int64_t w = 0; w < threads; ++w) {
     const int64_t n = grads->samples, begin = own ? n * w / threads : 0;
     const bool shared = w > 0 && !own;   // with the first one
-    char* const sum = w > 0 && own ? take(extra) : static_cast<char*>(acc);
-    if (w > 0 && own) std::memset(sum, 0, 8 * sums);
+    const bool fresh = w > 0 && own;
+    char* const sum = fresh ? take(extra) : static_cast<char*>(acc);
     char* const slot = shared ? parts[0].packed : take(packed);
     double* const squares = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
     parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
-                sum, slot, squares, reinterpret_cast<double*>(take(factors))};
+                sum, slot, squares, reinterpret_cast<double*>(take(factors)), fresh};
   }
   dprs::Barrier barrier;
   kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},

@@ -48,6 +48,7 @@ struct Part {
   char* packed;       // kept values of a group, a slot [group][packed_row] for each tile that has one
   double* partial;    // [2][tiles][group] squared norms: two groups are in flight
   double* factors;    // [group][segments]
+  bool fresh;         // acc is its own and not cleared: the thread does that, too
 };
 
 struct Work {
