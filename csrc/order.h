@@ -24,7 +24,7 @@ inline bool is_amd() {
 //                                               EPYC (Zen 5)                               Xeon (Ice Lake, commit 43cbc60)
 //                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M    DP-CNN  DP-CNN/S
 //   tiles, groups of 4, 4 rows at once, 1 KB                                               1.5     1.3 to 1.4
-//   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4 (twice the memory)
+//   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4
 //   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                 3.6 to 3.8
 //   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                 3.9
 //   samples, groups of 2, 2 rows, 4 and 4 KB    1.35                       1.39
@@ -46,7 +46,8 @@ inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int6
   if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)
     return amd ? dprs_order{DPRS_TWICE, 32, 2, 4096, 8192} : dprs_order{DPRS_TWICE, 32, 4, 1024, 0};
   const int64_t group = std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all, 1) / 4 * 4, 64);
-  if (group < 4 && amd) return {DPRS_TILES, 2, 2, 3072, 4096};
+  // Where slots go to memory anyway: 4, so that sums come from there half as often.
+  if (group < 4 && amd) return {DPRS_TILES, pair > kSharedCache ? 4 : 2, 2, 3072, 4096};
   return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024, 0};
 }
 

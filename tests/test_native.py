@@ -221,7 +221,7 @@ def test_the_order_goes_by_sizes_and_the_cpu():
     assert chosen(**cnn) == ("samples", 2, 2, 4096, 6144)
     assert chosen(**cnn, threads=8) == ("tiles", 2, 2, 3072, 4096)        # eight threads' sums leave the shared cache
     assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024, 0)
-    assert chosen(**huge, sums=8 << 20) == ("tiles", 2, 2, 3072, 4096)
+    assert chosen(**huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096)
     assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024, 0)
     assert chosen(made=30 << 20) == ("twice", 32, 2, 4096, 8192)          # outer products: made again sooner than stored
     assert chosen(again=30 << 20) == ("twice", 32, 2, 4096, 8192)
