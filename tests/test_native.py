@@ -223,7 +223,7 @@ def test_the_order_goes_by_sizes_and_the_cpu():
     assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024, 0)
     assert chosen(**huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096)
     assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024, 0)
-    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096, 8192)          # outer products: made again sooner than stored
+    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096, 8192)          # outer products: made again, not stored
     assert chosen(again=30 << 20) == ("twice", 32, 2, 4096, 8192)
     assert chosen(again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096)
 

@@ -28,7 +28,9 @@ _order: native.Order | None = None       # None: csrc/order.h chooses
 
 
 @contextmanager
-def order(split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 4096, early: int = 8192) -> Iterator[None]:
+def order(
+    split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 4096, early: int = 8192
+) -> Iterator[None]:
     """For tests: another way through samples and coordinates (csrc/order.h). Results must not change."""
     global _order
     if split not in SPLITS or group < 1 or at_once not in (1, 2, 4) or min(ahead, early) < 0:
