@@ -229,6 +229,16 @@ def test_the_order_goes_by_sizes_and_the_cpu():
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "wrong", [dict(split="rows"), dict(group=0), dict(at_once=3), dict(ahead=-1), dict(early=-8192)]
+)   # fmt: skip
+def test_an_order_that_there_is_not_is_refused(wrong):
+    """A negative distance would walk ahead for ever."""
+    with pytest.raises(ValueError, match="expected one of"), cpu.order(**wrong):
+        pass
+
+
+@needs_native
 def test_the_highest_level_is_in_use_and_unusable_ones_are_refused():
     lib = native.loaded()
     assert lib.dprs_level_name(lib.dprs_level()).decode() == native.levels()[-1]
