@@ -8,23 +8,31 @@
 //    brings 1.40 -> 1.24 with small rows; a line that is there, or under way, costs an instruction. A third time brings nothing.
 //  - Lines that wait in the first cache for too long are displaced, where slots and sums leave little room: with large rows
 //    8 KB ahead are too many, 6 are best (1.44, 1.32; 4 KB: 1.35).
+// On Zen 4 a core has places for 24 lines on their way to its first cache, 14 GB/s at 110 ns each (prefetcht0: 2.2 to 2.6 reads
+// of DP-CNN/S's gradients at 61 GB/s of two cores), and more on their way to the second (prefetcht1: 1.2 to 1.3). There a line
+// that is asked for early does not leave before it is read, and the loads that fetch it from the second cache overlap.
 // What is asked for runs through tiles, rows and groups in the order of accumulate.h: a row that begins has been asked for.
 #pragma once
 #include "factors.h"
+#include "pack.h"
 #include "rows.h"
 
 namespace dprs {
 namespace DPRS_ISA {
 
-// What to ask for while a tile is read, early and again.
-template <class T> struct Asked {
+// What to ask for while a tile is read, early and again, into a core's first or second cache.
+template <class T, int Cache> struct Asked {
   Rows<const T> early, again;
 
   DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }
+  DPRS_INLINE void line(int r, int v) const {   // of vector v of row r
+    ask<Cache == 1 ? Into::once : Into::second>(early[r], v);
+    ask<Cache == 1 ? Into::first : Into::second>(again[r], v);
+  }
 };
 
 // What comes behind `rows` in memory. Without an early distance: the line that is read, which costs an instruction.
-template <class T> DPRS_INLINE Asked<T> behind(const Accumulate& a, Rows<const T> rows) {
+template <int Cache, class T> DPRS_INLINE Asked<T, Cache> behind(const Accumulate& a, Rows<const T> rows) {
   return {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step}};
 }
 
@@ -63,7 +71,10 @@ class Asker {
       }
       const int64_t bytes = least(tile.length, kBlock) * width_of(a.grads.dtypes[tile.param]);
       for (int64_t r = 0; r < least(a.order.at_once, count_of(a, *part, k) - i); ++r)
-        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(first + r * tile.step + b, 0, 3);
+        for (int64_t b = 0; b < bytes; b += 64) {
+          if (a.order.cache == 2) __builtin_prefetch(first + r * tile.step + b, 0, 2);
+          else __builtin_prefetch(first + r * tile.step + b, 0, 3);
+        }
     }
     ++asked;
   }
@@ -90,9 +101,9 @@ class Asker {
   bool follows(const Part& of) const { return part == &of; }
 
   // While `tile` is read, whose rows are at `rows`.
-  template <class T>
-  DPRS_INLINE Asked<T> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
-    if (ahead == 0) return behind(a, rows);   // less than a tile
+  template <int Cache, class T>
+  DPRS_INLINE Asked<T, Cache> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
+    if (ahead == 0) return behind<Cache>(a, rows);   // less than a tile
     if (!is_whole(tile)) return {rows, rows.from(kBlock)};
     next(a, work);
     const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;

@@ -12,7 +12,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 7;
+constexpr int64_t kAbi = 8;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -106,7 +106,7 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   dprs::note_places(tiles, *grads);
   dprs_order way = order ? *order
                          : dprs::choose_order(dprs::row_bytes(tiles, *grads), sums, grads->samples, threads, unit > 0,
-                                              dprs::is_amd());
+                                              dprs::make_of_cpu());
   if (way.split == DPRS_SAMPLES && unit == 0) way.split = DPRS_TILES;   // float64 sums go by the order of samples
   const bool own = way.split == DPRS_SAMPLES;
   const int64_t slots = way.split == DPRS_TWICE ? 0 : dprs::place_slots(tiles, *grads, way.group);
@@ -137,8 +137,8 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
   return 0;
 }
 dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
-                             int64_t exact, int64_t amd) {
-  return dprs::choose_order({packed, made, again}, sums, samples, threads, exact != 0, amd != 0);
+                             int64_t exact, int64_t make) {
+  return dprs::choose_order({packed, made, again}, sums, samples, threads, exact != 0, static_cast<dprs_make>(make));
 }
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);

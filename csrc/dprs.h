@@ -50,6 +50,7 @@ struct dprs_order {
   int64_t at_once;    // of which as many are read at the same time: 1, 2 or 4
   int64_t ahead;      // bytes of a row that memory is asked for in advance,
   int64_t early;      // and a first time, at least as far; 0: only once (ask.h)
+  int64_t cache;      // that they are asked into: 1 or 2, a core's first or second
 };
 
 // Values that the sums of a step take, 8 bytes each: those of kept coordinates, in order, each run of 1024 coordinates of a
@@ -68,9 +69,11 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
                         int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
                         int64_t threads);
 
+// A CPU's make, as far as orders go by it (order.h).
+enum dprs_make { DPRS_ANY_MAKE = 0, DPRS_ZEN5 = 1, DPRS_ZEN4 = 2 };
 // What is chosen for samples that have as many bytes (RowBytes of tiles.h) for sums to read: for tests.
 dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
-                             int64_t exact, int64_t amd);
+                             int64_t exact, int64_t make);
 
 struct dprs_release {
   int64_t params;

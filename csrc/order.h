@@ -1,6 +1,10 @@
 // order: which way accumulate goes through samples and tiles, and who has which part of them. Pure functions of sizes and of
 // the CPU's make: nothing is timed, and results do not depend on it.
 #pragma once
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "tiles.h"
 
 namespace dprs {
@@ -9,18 +13,22 @@ constexpr int64_t kOwnCache = 768 << 10;      // slots and sums of a thread, whe
 constexpr int64_t kGroupCache = 128 << 10;    // slots of a thread, of groups larger than need be: fewer barriers
 constexpr int64_t kSharedCache = 32 << 20;    // for what a group leaves for its sums
 
-inline bool is_amd() {
+// By its family, which a hypervisor shows where it hides the name: 23 Zen 1 and 2, 25 Zen 3 and 4, 26 Zen 5.
+inline dprs_make make_of_cpu() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
+  unsigned a = 0, b, c, d;
+  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return DPRS_ANY_MAKE;
+  const unsigned family = (a >> 8 & 15) + (a >> 20 & 255);
+  return family >= 26 ? DPRS_ZEN5 : DPRS_ZEN4;
 #else
-  return false;
+  return DPRS_ANY_MAKE;
 #endif
 }
 
 // A thread that has samples for itself meets nobody and reads them end to end, where all threads' slots and sums stay in
-// caches; else threads share the tiles. How many rows are read at once, and how far ahead (ask.h), goes by the CPU's make. Time
-// of a pass in reads of the gradients at full bandwidth on two cores (11M: one tensor of as many, 16 samples):
+// caches; else threads share the tiles. How many rows are read at once, how far ahead and into which cache (ask.h), goes by the
+// CPU's make. Time of a pass in reads of the gradients at full bandwidth on two cores (11M: one tensor of as many, 16 samples):
 //                                               EPYC (Zen 5)                               Xeon (Ice Lake, commit 43cbc60)
 //                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M    DP-CNN  DP-CNN/S
 //   tiles, groups of 4, 4 rows at once, 1 KB                                               1.5     1.3 to 1.4
@@ -33,22 +41,41 @@ inline bool is_amd() {
 //   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12          1.32
 //   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                       1.70
 // A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
-// times as long as all asked for. (AMD's other cores were not at hand.) The Xeon does read ahead, is best with four streams, and
-// its shared cache is slow: slots beyond it did not pay, and what groups of 2 cost there is not known. Outer products and
-// strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place of 58.
-inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, bool amd) {
+// times as long as all asked for. The Xeon does read ahead, is best with four streams, and its shared cache is slow: slots
+// beyond it did not pay, and what groups of 2 cost there is not known. Outer products and strided gradients are made twice
+// sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place of 58.
+// On two cores of EPYC (Zen 4), whose memory takes 9 to 11 or 16 to 18 ms for DP-CNN's gradients, by the minute; ratios to
+// the fast read, those to the slow one in brackets:
+//                                                         DP-CNN, r = 0.5         0     0.9    DP-CNN/S, r = 0.5, 0   11M
+//   samples, groups of 2, 2 rows, 4 and 8 KB, first cache         2.1 to 2.6                   2.2 to 2.6
+//   the same, second cache                                1.50 to 1.53 (1.12)   (1.9)  (1.12)  1.19 to 1.31  2.1
+//   samples, groups of 2, 2 rows, 8 and 10 KB, second     1.37         (1.12)                  (1.07)
+//   samples, groups of 4, 4 rows, 4 and 8 KB, second      1.54                         (1.09)  1.35          1.71
+//   tiles, groups of 2, 2 rows, 3 and 4 KB, second                              (1.32)
+//   tiles, groups of 4, 2 rows, 3 and 4 KB, second                                                                    2.7
+//   tiles, groups of 4, 4 rows, 4 and 8 KB, second        1.48 to 1.54 (1.21)   (1.61) (1.11)  1.74          1.78     2.4
+// (AMD's older cores were not at hand: they are taken for Zen 4, whose number of places for lines they have.)
+inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, dprs_make make) {
   const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
-  const bool shareable = exact && samples >= 16 * threads;
-  if (amd && shareable && pair <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192};
-  if (amd && shareable && threads * pair <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 6144};
-  if (shareable && 2 * all + pair <= kOwnCache) return {DPRS_SAMPLES, 4, 4, 1024, 0};
+  const bool shareable = exact && samples >= 16 * threads, amd = make != DPRS_ANY_MAKE, zen4 = make == DPRS_ZEN4;
+  const int64_t cache = zen4 ? 2 : 1;
+  const bool four = shareable && 2 * all + pair <= kOwnCache;
+  // Where nothing is packed, sums load sums as often as gradients: four rows at once halve that.
+  if (four && (!amd || (zen4 && row.again > row.packed)))
+    return amd ? dprs_order{DPRS_SAMPLES, 4, 4, 4096, 8192, cache} : dprs_order{DPRS_SAMPLES, 4, 4, 1024, 0, cache};
+  if (amd && shareable && pair <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192, cache};
+  if (amd && shareable && threads * pair <= kSharedCache / 2)
+    return zen4 ? dprs_order{DPRS_SAMPLES, 2, 2, 8192, 10240, cache} : dprs_order{DPRS_SAMPLES, 2, 2, 4096, 6144, cache};
   // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
   if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)
-    return amd ? dprs_order{DPRS_TWICE, 32, 2, 4096, 8192} : dprs_order{DPRS_TWICE, 32, 4, 1024, 0};
+    return amd ? dprs_order{DPRS_TWICE, 32, 2, 4096, 8192, cache} : dprs_order{DPRS_TWICE, 32, 4, 1024, 0, cache};
   const int64_t group = std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all, 1) / 4 * 4, 64);
-  // Where slots go to memory anyway: 4, so that sums come from there half as often.
-  if (group < 4 && amd) return {DPRS_TILES, pair > kSharedCache ? 4 : 2, 2, 3072, 4096};
-  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024, 0};
+  if (group < 4 && amd) {
+    if (pair <= kSharedCache) return {DPRS_TILES, 2, 2, 3072, 4096, cache};
+    // Slots go to memory anyway: 4, so that sums come from there half as often.
+    return zen4 ? dprs_order{DPRS_TILES, 4, 4, 4096, 8192, cache} : dprs_order{DPRS_TILES, 4, 2, 3072, 4096, cache};
+  }
+  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024, 0, cache};
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates

@@ -90,11 +90,13 @@ template <class T> DPRS_INLINE void clear_word(T* to) {
   for (int i = 0; i < kWord; i += static_cast<int>(sizeof(f64v) / sizeof(T))) store(to + i, f64v{});
 }
 
-// Asks memory for vector v of a word, once a cache line. Early: as what will be read once (prefetchnta), so that it displaces
-// less of what is read again.
-template <bool Early = false, class T> DPRS_INLINE void ask(const T* word, int v) {
+// Asks memory for vector v of a word, once a cache line, into a core's first cache, the second one, or the first as what will
+// be read once, so that it displaces less of what is read again: prefetcht0, prefetcht1, prefetchnta.
+enum class Into { first, second, once };
+template <Into Where = Into::first, class T> DPRS_INLINE void ask(const T* word, int v) {
   const int at = v * kStep * static_cast<int>(sizeof(T));
-  if (at % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(word) + at, 0, Early ? 0 : 3);
+  if (at % 64 == 0)
+    __builtin_prefetch(reinterpret_cast<const char*>(word) + at, 0, Where == Into::first ? 3 : Where == Into::second ? 2 : 0);
 }
 
 // Kept values of a row, as norms.h packs them beside its squares.

@@ -18,7 +18,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 7
+ABI = 8
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -44,7 +44,8 @@ class Clip(ctypes.Structure):
 class Order(ctypes.Structure):
     """dprs_order"""
 
-    _fields_ = [("split", _i64), ("group", _i64), ("at_once", _i64), ("ahead", _i64), ("early", _i64)]
+    _fields_ = [("split", _i64), ("group", _i64), ("at_once", _i64), ("ahead", _i64), ("early", _i64),
+                ("cache", _i64)]
 
 
 class Release(ctypes.Structure):

@@ -35,6 +35,8 @@ ORDERS: list[Callable[[], AbstractContextManager[None]]] = [
       for split, group, at_once, ahead, early in (("samples", 2, 2, 4096, 4096), ("samples", 4, 4, 1024, 0),
                                                   ("tiles", 2, 2, 3072, 4096), ("tiles", 2, 4, 0, 0),
                                                   ("tiles", 4, 4, 2**40, 0))),
+    *(partial(cpu.order, split, group=group, at_once=group, ahead=ahead, early=10240, cache=2)   # into the second cache
+      for split, group, ahead in (("samples", 2, 8192), ("samples", 4, 4096), ("tiles", 4, 3072), ("twice", 1, 4096))),
 ]   # fmt: skip
 MARGIN = 2.0**-20
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 0.0, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}

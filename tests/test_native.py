@@ -87,7 +87,7 @@ def test_any_order_gives_the_same_bits(dtype, sigma, restored_level):
     for grads, keep in kinds_of_gradients(dtype):
         setting, results = Setting(noise_multiplier=sigma), []
         try:
-            for threads, order in zip((1, 2, 5, 1, 2, 3, 1, 2, 20, 2, 1, 2, 3, 1), ORDERS, strict=True):
+            for threads, order in zip((1, 2, 5, 1, 2, 3, 1, 2, 20, 2, 1, 2, 3, 1, 2, 3, 2, 1), ORDERS, strict=True):
                 torch.set_num_threads(threads)
                 for _ in each_level():
                     with order():
@@ -204,33 +204,45 @@ for threads in (1, 5):
     assert len(lines) == 1
 
 
-def chosen(*, packed=0, made=0, again=0, sums=10**6, samples=256, threads=2, exact=True, amd=True):
-    found = native.loaded().dprs_choose_order(packed, made, again, sums, samples, threads, exact, amd)
-    return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead, found.early
+ANY, ZEN5, ZEN4 = range(3)   # dprs_make
+
+
+def chosen(make, *, packed=0, made=0, again=0, sums=10**6, samples=256, threads=2, exact=True):
+    found = native.loaded().dprs_choose_order(packed, made, again, sums, samples, threads, exact, make)
+    return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead, found.early, found.cache
 
 
 @needs_native
 def test_the_order_goes_by_sizes_and_the_cpu():
-    """As csrc/order.h has it; both makes, though only one of them is here."""
+    """As csrc/order.h has it; every make, though only one of them is here."""
     small, cnn, huge = dict(packed=54_000, sums=13_500), dict(packed=1_100_000, sums=280_000), dict(packed=30 << 20)
-    assert chosen(**small) == ("samples", 2, 2, 4096, 8192)
-    assert chosen(**small, amd=False) == ("samples", 4, 4, 1024, 0)
-    assert chosen(**small, exact=False) == ("tiles", 4, 4, 2048, 0)       # float64 sums go by the order of samples
-    assert chosen(**small, samples=31) == ("tiles", 4, 4, 2048, 0)        # too few for two threads
-    assert chosen(**small, threads=64) == ("tiles", 64, 4, 2048, 0)       # and for 64, where barriers count
-    assert chosen(**cnn) == ("samples", 2, 2, 4096, 6144)
-    assert chosen(**cnn, threads=8) == ("tiles", 2, 2, 3072, 4096)        # eight threads' sums leave the shared cache
-    assert chosen(**cnn, amd=False) == ("tiles", 4, 4, 1024, 0)
-    assert chosen(**huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096)
-    assert chosen(**huge, amd=False) == ("twice", 32, 4, 1024, 0)
-    assert chosen(made=30 << 20) == ("twice", 32, 2, 4096, 8192)          # outer products: made again, not stored
-    assert chosen(again=30 << 20) == ("twice", 32, 2, 4096, 8192)
-    assert chosen(again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096)
+    plain = dict(again=104_000, sums=26_000)   # no mask: nothing is packed
+    assert chosen(ANY, **small) == ("samples", 4, 4, 1024, 0, 1)
+    assert chosen(ANY, **cnn) == ("tiles", 4, 4, 1024, 0, 1)
+    assert chosen(ANY, **huge) == ("twice", 32, 4, 1024, 0, 1)
+    assert chosen(ZEN5, **small) == ("samples", 2, 2, 4096, 8192, 1)
+    assert chosen(ZEN5, **plain) == ("samples", 2, 2, 4096, 8192, 1)
+    assert chosen(ZEN5, **small, exact=False) == ("tiles", 4, 4, 2048, 0, 1)   # float64 sums go by the order of samples
+    assert chosen(ZEN5, **small, samples=31) == ("tiles", 4, 4, 2048, 0, 1)   # too few for two threads
+    assert chosen(ZEN5, **small, threads=64) == ("tiles", 64, 4, 2048, 0, 1)   # and for 64, where barriers count
+    assert chosen(ZEN5, **cnn) == ("samples", 2, 2, 4096, 6144, 1)
+    assert chosen(ZEN5, **cnn, threads=8) == ("tiles", 2, 2, 3072, 4096, 1)   # eight threads' sums leave the shared cache
+    assert chosen(ZEN5, **huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096, 1)
+    assert chosen(ZEN5, made=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)   # outer products: made again, not stored
+    assert chosen(ZEN5, again=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)
+    assert chosen(ZEN5, again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096, 1)
+    assert chosen(ZEN4, **small) == ("samples", 2, 2, 4096, 8192, 2)
+    assert chosen(ZEN4, **plain) == ("samples", 4, 4, 4096, 8192, 2)
+    assert chosen(ZEN4, **small, samples=31) == ("tiles", 4, 4, 2048, 0, 2)
+    assert chosen(ZEN4, **cnn) == ("samples", 2, 2, 8192, 10240, 2)
+    assert chosen(ZEN4, **huge, sums=8 << 20) == ("tiles", 4, 4, 4096, 8192, 2)
+    assert chosen(ZEN4, again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096, 2)
+    assert chosen(ZEN4, made=30 << 20) == ("twice", 32, 2, 4096, 8192, 2)
 
 
 @needs_native
 @pytest.mark.parametrize(
-    "wrong", [dict(split="rows"), dict(group=0), dict(at_once=3), dict(ahead=-1), dict(early=-8192)]
+    "wrong", [dict(split="rows"), dict(group=0), dict(at_once=3), dict(ahead=-1), dict(early=-8192), dict(cache=3)]
 )   # fmt: skip
 def test_an_order_that_there_is_not_is_refused(wrong):
     """A negative distance would walk ahead for ever."""

@@ -29,15 +29,16 @@ _order: native.Order | None = None       # None: csrc/order.h chooses
 
 @contextmanager
 def order(
-    split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 4096, early: int = 8192
+    split: str = "tiles", *, group: int = 4, at_once: int = 4, ahead: int = 4096, early: int = 8192,
+    cache: int = 1,
 ) -> Iterator[None]:
     """For tests: another way through samples and coordinates (csrc/order.h). Results must not change."""
     global _order
-    if split not in SPLITS or group < 1 or at_once not in (1, 2, 4) or min(ahead, early) < 0:
-        got = f"{split!r}, {group}, {at_once}, {ahead}, {early}"
-        wanted = f"one of {SPLITS}, at least 1, 1, 2 or 4, and bytes of at least 0"
-        raise ValueError(f"split, group, at_once, ahead, early: got {got}; expected {wanted}")
-    before, _order = _order, native.Order(SPLITS.index(split), group, at_once, ahead, early)
+    if split not in SPLITS or group < 1 or at_once not in (1, 2, 4) or min(ahead, early) < 0 or cache not in (1, 2):
+        got = f"{split!r}, {group}, {at_once}, {ahead}, {early}, {cache}"
+        wanted = f"one of {SPLITS}, at least 1, 1, 2 or 4, bytes of at least 0, and 1 or 2"
+        raise ValueError(f"split, group, at_once, ahead, early, cache: got {got}; expected {wanted}")
+    before, _order = _order, native.Order(SPLITS.index(split), group, at_once, ahead, early, cache)
     try:
         yield
     finally:
