@@ -153,11 +153,14 @@ def newest_machine(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (row.device, row.cpu) == (last.device, last.cpu)]
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """With family and model: a hypervisor may call a Zen 4 and a Zen 5 by the same name, "AMD EPYC"."""
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}   # the last CPU's
+    if "model name" not in told:
+        return platform.processor() or platform.machine()
+    family = f" (family {told['cpu family']}, model {told['model']})" if {"cpu family", "model"} <= told.keys() else ""
+    return told["model name"] + family
 
 
 def commit() -> str:

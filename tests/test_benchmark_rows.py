@@ -95,3 +95,17 @@ def test_what_runs_from_a_source_tree_says_its_version(monkeypatch):
     sys.modules["a_tree"].__version__ = "3.1"
     assert rows.library("a_tree") == "a_tree 3.1"
     assert re.fullmatch(r"torch \d+\.\d+.*", rows.library("torch"))
+
+
+def test_two_cpus_of_one_name_are_two_machines(tmp_path):
+    """A hypervisor calls both "AMD EPYC": rows of the one must not replace those of the other."""
+    info, names = tmp_path / "cpuinfo", []
+    for family, model in ((25, 17), (26, 2)):
+        one = f"processor\t: 0\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: AMD EPYC\n"
+        info.write_text(one + "\n" + one.replace("\t: 0", "\t: 1"))
+        names.append(rows.cpu_name(info))
+    assert names == ["AMD EPYC (family 25, model 17)", "AMD EPYC (family 26, model 2)"]
+    assert len(merged([row(cpu=names[0])], [row(cpu=names[1])])) == 2
+    info.write_text("processor\t: 0\nmodel name\t: A CPU\n")
+    assert rows.cpu_name(info) == "A CPU"
+    assert rows.cpu_name(tmp_path / "none")   # no such file: what Python knows
