@@ -8,9 +8,9 @@
 //    brings 1.40 -> 1.24 with small rows; a line that is there, or under way, costs an instruction. A third time brings nothing.
 //  - Lines that wait in the first cache for too long are displaced, where slots and sums leave little room: with large rows
 //    8 KB ahead are too many, 6 are best (1.44, 1.32; 4 KB: 1.35).
-// On Zen 4 a core has places for 24 lines on their way to its first cache, 14 GB/s at 110 ns each (prefetcht0: 2.2 to 2.6 reads
-// of DP-CNN/S's gradients at 61 GB/s of two cores), and more on their way to the second (prefetcht1: 1.2 to 1.3). There a line
-// that is asked for early does not leave before it is read, and the loads that fetch it from the second cache overlap.
+// On Zen 4 lines asked for into the first cache (prefetcht0) make 2.2 to 2.6 reads of DP-CNN/S's gradients, into the second
+// (prefetcht1) 1.2 to 1.3. The likely reason, not proven (no counters were at hand): places for lines under way to the first
+// cache are few, 24 it is said, 14 GB/s at 110 ns each where two cores read at 61, and to the second there are more.
 // What is asked for runs through tiles, rows and groups in the order of accumulate.h: a row that begins has been asked for.
 #pragma once
 #include "factors.h"

@@ -54,7 +54,7 @@ inline dprs_make make_of_cpu() {
 //   tiles, groups of 2, 2 rows, 3 and 4 KB, second                              (1.32)
 //   tiles, groups of 4, 2 rows, 3 and 4 KB, second                                                                    2.7
 //   tiles, groups of 4, 4 rows, 4 and 8 KB, second        1.48 to 1.54 (1.21)   (1.61) (1.11)  1.74          1.78     2.4
-// (AMD's older cores were not at hand: they are taken for Zen 4, whose number of places for lines they have.)
+// (AMD's older cores were not at hand: they are taken for Zen 4, a guess.)
 inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, dprs_make make) {
   const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
   const bool shareable = exact && samples >= 16 * threads, amd = make != DPRS_ANY_MAKE, zen4 = make == DPRS_ZEN4;
