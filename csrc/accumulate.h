@@ -23,6 +23,7 @@
 #endif
 
 #include "factors.h"
+#include "noise.h"
 #include "tile_sums.h"
 
 namespace dprs {
@@ -130,14 +131,22 @@ inline void visit_part_twice(const Pass& p) {
          [&](int64_t t, RowRange some) { norms_of_tile(p, t, some, nullptr); });
 }
 
-// Sums of group k - 1 and norms of group k, as far as there are such groups. Sums are a tile ahead of norms, so that a tile's
-// come before the first norms that are packed to its slot.
+inline void clear_sums(const Part& part, const Tile& tile) {   // also 0 as integers
+  if (part.fresh) std::memset(part.acc + 8 * tile.sum, 0, 8 * padded(tile.count));
+}
+
+// Sums of group k - 1 and norms of group k, as far as there are such groups, and of noise what is due. Sums are a tile ahead of
+// norms, so that a tile's come before the first norms that are packed to its slot.
 inline void visit_part(const Pass& p) {
   const Accumulate& a = p.a;
   const Part& part = p.part;
+  if (p.k == 0)
+    for (int64_t t = part.first_tile; t < part.last_tile; ++t) clear_sums(part, p.work.tiles[t]);
   if (a.order.split == DPRS_TWICE) return visit_part_twice(p);
-  if (p.k == 0) p.own.asker.begin(a, p.work, part);
+  if (p.k == 0 && part.samples > 0) p.own.asker.begin(a, p.work, part);
   const int64_t norms = count_of(a, part, p.k);
+  NoiseBeside noise(a, p.work, part, p.own.asker, p.k,
+                    (part.last_tile - part.first_tile) * ((norms + a.order.at_once - 1) / a.order.at_once));
   for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once) {
     const bool sums = i == 0 && p.k > 0;
     for (int64_t t = part.first_tile; t < part.last_tile; ++t) {
@@ -145,8 +154,10 @@ inline void visit_part(const Pass& p) {
       if (i >= norms) continue;
       const Tile* next = sums && t + 1 < part.last_tile ? p.work.tiles + t + 1 : nullptr;
       norms_of_tile(p, t, {i, least(i + a.order.at_once, norms)}, next);
+      noise.go_on();
     }
   }
+  noise.finish();
 }
 
 // Returns when all workers have called it. Spins for some microseconds, then gives its CPU away.
@@ -167,7 +178,6 @@ inline void meet(Barrier& b, int64_t workers) {
 inline void accumulate_samples(const Accumulate& a, const Work& work, Scratch& own, int64_t me, int64_t workers) {
   for (int64_t w = me; w < work.threads; w += workers) {
     const Part& part = work.parts[w];
-    if (part.fresh) std::memset(part.acc, 0, 8 * a.sums);   // also 0 as integers
     for (int64_t k = 0; k <= groups_of(a, part); ++k) {
       visit_part({a, work, own, part, k});
       if (k < groups_of(a, part)) factors_of_group(a, work, part, k, a.norms);
@@ -189,15 +199,10 @@ inline void accumulate_tiles(const Accumulate& a, const Work& work, Scratch& own
   }
 }
 
-// acc of part 0 += those of the others: integers, so the order is free.
-inline void join_sums(const Accumulate& a, const Work& work) {
-  int64_t* to = reinterpret_cast<int64_t*>(work.parts[0].acc);
+// The sums of all threads to those of the first, where nothing will release them.
+inline void join_sums(const Work& work) {
 #pragma omp parallel for num_threads(work.threads) schedule(static)
-  for (int64_t j = 0; j < a.sums; ++j) {
-    int64_t sum = to[j];
-    for (int64_t w = 1; w < work.threads; ++w) sum += reinterpret_cast<const int64_t*>(work.parts[w].acc)[j];
-    to[j] = sum;
-  }
+  for (int64_t t = 0; t < work.count; ++t) join_tile(work, work.tiles[t], work.parts[0].acc + 8 * work.tiles[t].sum);
 }
 
 inline void accumulate(const Accumulate& a, const Work& work) {
@@ -214,7 +219,7 @@ inline void accumulate(const Accumulate& a, const Work& work) {
     if (samples) accumulate_samples(a, work, own, me, workers);
     else accumulate_tiles(a, work, own, me, workers);
   }
-  if (samples && work.threads > 1) join_sums(a, work);
+  if (!a.release && are_apart(work)) join_sums(work);
 }
 
 }  // namespace DPRS_ISA

@@ -12,7 +12,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 8;
+constexpr int64_t kAbi = 9;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -88,53 +88,79 @@ class Scratch {
 };
 std::atomic<char*> Scratch::spare{nullptr};
 
+// The arguments of accumulate and step.
+struct Job {
+  dprs_grads grads;
+  const uint32_t* keep;
+  dprs_clip clip;
+  double unit;
+  bool small;
+  double* norms;
+  const dprs_order* order;
+  int64_t threads;
+};
+
+// acc += the sums of a micro-batch; or, with r and without acc, sums in memory of its own, and their release.
+int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
+  const dprs_grads& grads = job.grads;
+  const int64_t n = grads.samples, threads = job.threads;
+  std::vector<Tile> tiles = make_tiles(grads.sizes, grads.params);
+  const int64_t needed = note_kept(tiles, job.keep), count = static_cast<int64_t>(tiles.size());
+  if (acc && needed != sums) return DPRS_OTHER_KEEP;
+  if (acc && n == 0) return 0;
+  note_held(tiles, grads);
+  note_places(tiles, grads);
+  const bool exact = job.unit > 0;
+  dprs_order way = job.order ? *job.order : choose_order(row_bytes(tiles, grads), needed, n, threads, exact, make_of_cpu());
+  if (way.split == DPRS_SAMPLES && !exact) way.split = DPRS_TILES;   // float64 sums go by the order of samples
+  const bool own = way.split == DPRS_SAMPLES;
+  const int64_t slots = way.split == DPRS_TWICE ? 0 : place_slots(tiles, grads, way.group);
+  // What a thread writes starts on a page of its own: two threads that write to lines side by side wait for each other.
+  const auto pages = [](int64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
+  const int64_t copies = own ? threads : 1, factors = pages(8 * way.group * job.clip.segments);
+  const int64_t packed = pages(slots), partial = pages(16 * count * way.group), sum = pages(8 * needed);
+  // Beside a pass that reads gradients twice, nothing waits for memory in a way that noise could use.
+  const int64_t noise = r && r->grid != 0 && way.split != DPRS_TWICE ? pages(4 * (needed + 32 * count)) : 0;
+  const Scratch memory(copies * (packed + partial) + (acc ? copies - 1 : copies) * sum + threads * factors + noise);
+  if (!memory.data()) return DPRS_NO_MEMORY;
+  const std::vector<int64_t> first = share_tiles(tiles, threads);
+  std::vector<Part> parts(threads);
+  char* next = memory.data();
+  const auto take = [&next](int64_t bytes) { return next += bytes, next - bytes; };
+  for (int64_t w = 0; w < threads; ++w) {
+    const int64_t begin = own ? n * w / threads : 0;
+    const bool shared = w > 0 && !own;   // with the first one
+    const bool given = acc && (w == 0 || !own);
+    char* const to = given ? acc : shared ? parts[0].acc : take(sum);
+    char* const slot = shared ? parts[0].packed : take(packed);
+    double* const squares = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
+    parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
+                to, slot, squares, reinterpret_cast<double*>(take(factors)), !given, first[w], first[w + 1]};
+  }
+  int32_t* const made = noise ? reinterpret_cast<int32_t*>(take(noise)) : nullptr;
+  Barrier barrier;
+  const Work work = {tiles.data(), count, parts.data(), threads};
+  kernels().accumulate({grads, job.clip, way, job.keep, exact, job.small, exact ? 1 / job.unit : 1.0, needed, job.norms,
+                        &barrier, r, made}, work);
+  if (r) kernels().release(*r, job.keep, made, work);
+  return 0;
+}
+
 }  // namespace
 }  // namespace dprs
 
 using dprs::kernels;
-using dprs::Scratch;
 
 extern "C" {
 
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
                         int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
                         int64_t threads) {
-  std::vector<dprs::Tile> tiles = dprs::make_tiles(grads->sizes, grads->params);
-  if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
-  if (grads->samples == 0) return 0;
-  dprs::note_held(tiles, *grads);
-  dprs::note_places(tiles, *grads);
-  dprs_order way = order ? *order
-                         : dprs::choose_order(dprs::row_bytes(tiles, *grads), sums, grads->samples, threads, unit > 0,
-                                              dprs::make_of_cpu());
-  if (way.split == DPRS_SAMPLES && unit == 0) way.split = DPRS_TILES;   // float64 sums go by the order of samples
-  const bool own = way.split == DPRS_SAMPLES;
-  const int64_t slots = way.split == DPRS_TWICE ? 0 : dprs::place_slots(tiles, *grads, way.group);
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  // What a thread writes starts on a page of its own: two threads that write to lines side by side wait for each other.
-  const auto pages = [](int64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
-  const int64_t copies = own ? threads : 1, factors = pages(8 * way.group * clip->segments);
-  const int64_t packed = pages(slots), partial = pages(16 * count * way.group), extra = pages(8 * sums);
-  const Scratch memory(copies * (packed + partial) + (copies - 1) * extra + threads * factors);
-  if (!memory.data()) return DPRS_NO_MEMORY;
-  const std::vector<int64_t> first = dprs::share_tiles(tiles, threads);
-  std::vector<dprs::Part> parts(threads);
-  char* next = memory.data();
-  const auto take = [&next](int64_t bytes) { return next += bytes, next - bytes; };
-  for (int64_t w = 0; w < threads; ++w) {
-    const int64_t n = grads->samples, begin = own ? n * w / threads : 0;
-    const bool shared = w > 0 && !own;   // with the first one
-    const bool fresh = w > 0 && own;
-    char* const sum = fresh ? take(extra) : static_cast<char*>(acc);
-    char* const slot = shared ? parts[0].packed : take(packed);
-    double* const squares = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
-    parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
-                sum, slot, squares, reinterpret_cast<double*>(take(factors)), fresh};
-  }
-  dprs::Barrier barrier;
-  kernels().accumulate({*grads, *clip, way, keep, unit > 0, small != 0, unit > 0 ? 1 / unit : 1.0, sums, norms, &barrier},
-                       {tiles.data(), count, parts.data(), threads});
-  return 0;
+  return dprs::visit({*grads, keep, *clip, unit, small != 0, norms, order, threads}, static_cast<char*>(acc), sums, nullptr);
+}
+int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, int64_t small, double* norms,
+                  const dprs_release* r, const dprs_order* order, int64_t threads) {
+  return dprs::visit({*grads, keep, *clip, r->unit, small != 0, norms, order, threads}, nullptr, 0, r);
 }
 dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
                              int64_t exact, int64_t make) {
@@ -148,8 +174,10 @@ int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const v
                             int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
   if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
-  kernels().release(*r, keep, static_cast<const char*>(acc),
-                    {tiles.data(), static_cast<int64_t>(tiles.size()), nullptr, threads});
+  const dprs::Part all = {0, static_cast<int64_t>(tiles.size()), 0, 0, const_cast<char*>(static_cast<const char*>(acc)),
+                          nullptr, nullptr, nullptr, false, 0, 0};
+  const std::vector<dprs::Part> parts(threads, all);
+  kernels().release(*r, keep, nullptr, {tiles.data(), all.last_tile, parts.data(), threads});
   return 0;
 }
 void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z) {

@@ -48,7 +48,8 @@ struct Part {
   char* packed;       // kept values of a group, a slot [group][packed_row] for each tile that has one
   double* partial;    // [2][tiles][group] squared norms: two groups are in flight
   double* factors;    // [group][segments]
-  bool fresh;         // acc is its own and not cleared: the thread does that, too
+  bool fresh;         // acc is not cleared: the thread does that, too
+  int64_t first_noise, last_noise;   // [first, last) tiles whose noise it makes, where a release follows
 };
 
 struct Work {
@@ -76,6 +77,8 @@ struct Accumulate {
   int64_t sums;        // values of acc
   double* norms;       // null or [N, segments]
   Barrier* barrier;
+  const dprs_release* release;   // null, or what follows: it joins the threads' sums,
+  int32_t* noise;      // and finds its noise here (noise.h), if not null
 };
 
 struct Conv {
@@ -91,7 +94,7 @@ struct Conv {
 struct Kernels {
   const char* name;
   void (*accumulate)(const Accumulate&, const Work&);
-  void (*release)(const dprs_release&, const uint32_t* keep, const char* acc, const Work&);
+  void (*release)(const dprs_release&, const uint32_t* keep, const int32_t* noise, const Work&);   // null: makes its own
   void (*normals)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, double* z);
   void (*normals_from_words)(const uint32_t* words, int64_t blocks, double* z);
   void (*words)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);

@@ -67,15 +67,14 @@ DPRS_INLINE void pack(double* to, f64v x, uint32_t bits) {
 #endif
 }
 
-// The way back, of 64 bits: lanes whose bit is set from from[0], from[1], ..., zero in the others. kLanes are read.
-DPRS_INLINE u64v unpack(const void* from, uint32_t bits) {
+// The way back, of 64 bits: lanes whose bit is set are x[0], x[1], ..., in their order, zero the others.
+DPRS_INLINE u64v unpack(u64v x, uint32_t bits) {
 #if defined(__AVX512F__)
-  return bitcast<u64v>(_mm512_maskz_expand_epi64(static_cast<__mmask8>(bits), load<__m512i>(from)));
+  return bitcast<u64v>(_mm512_maskz_expand_epi64(static_cast<__mmask8>(bits), bitcast<__m512i>(x)));
 #elif defined(__AVX2__)
   const __m256i places = order(kOrders.back[kTwice[bits]]);
-  return bitcast<u64v>(_mm256_permutevar8x32_epi32(load<__m256i>(from), places)) & keep_mask_wide(bits, 0);
+  return bitcast<u64v>(_mm256_permutevar8x32_epi32(bitcast<__m256i>(x), places)) & keep_mask_wide(bits, 0);
 #else
-  const u64v x = load<u64v>(from);
   u64v out = {};
   for (int l = 0, n = 0; l < kLanes; ++l) {
     out[l] = bits >> l & 1 ? x[n] : 0;

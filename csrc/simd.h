@@ -136,8 +136,12 @@ DPRS_INLINE f64v rint_even(f64v x) {
 #endif
 }
 
-// 64-bit integers to float64, rounded once. The two halves sit in the significands of 2^84 and 2^52:
-// (2^84 + hi 2^32) - (2^84 + 2^52) is exact, adding (2^52 + lo) rounds. No AVX2 instruction does this.
+// 64-bit integers to float64, rounded once. AVX-512 has an instruction. Elsewhere the two halves sit in the significands of 2^84
+// and 2^52: (2^84 + hi 2^32) - (2^84 + 2^52) is exact, adding (2^52 + lo) rounds.
+#if defined(__AVX512DQ__)
+DPRS_INLINE f64v to_f64(u64v x) { return _mm512_cvtepu64_pd(bitcast<__m512i>(x)); }
+DPRS_INLINE f64v to_f64(i64v x) { return _mm512_cvtepi64_pd(bitcast<__m512i>(x)); }
+#else
 DPRS_INLINE f64v to_f64(u64v x) {
   const f64v hi = bitcast<f64v>((x >> 32) | 0x4530000000000000ull);
   const f64v lo = bitcast<f64v>((x & 0xffffffffull) | 0x4330000000000000ull);
@@ -149,6 +153,7 @@ DPRS_INLINE f64v to_f64(i64v x) {
   const f64v lo = bitcast<f64v>((u & 0xffffffffull) | 0x4330000000000000ull);
   return (hi - 19342822341709703277445120.0) + lo;   // 2^84 + 2^63 + 2^52
 }
+#endif
 
 // ---- changes of width. __builtin_convertvector would do, but GCC 12 splits it into halves.
 #if defined(__AVX512F__)
@@ -183,6 +188,17 @@ DPRS_INLINE i32v round_to_int(f32v x) {   // half to even
 #endif
 }
 #endif
+// int32 from float64, half to even, and back.
+#if defined(__AVX512F__)
+DPRS_INLINE i32h round_to_int32(f64v x) { return bitcast<i32h>(_mm512_cvtpd_epi32(x)); }
+DPRS_INLINE f64v to_f64(i32h x) { return _mm512_cvtepi32_pd(bitcast<__m256i>(x)); }
+#elif defined(__AVX2__)
+DPRS_INLINE i32h round_to_int32(f64v x) { return bitcast<i32h>(_mm256_cvtpd_epi32(x)); }
+DPRS_INLINE f64v to_f64(i32h x) { return _mm256_cvtepi32_pd(bitcast<__m128i>(x)); }
+#else
+DPRS_INLINE i32h round_to_int32(f64v x) { return __builtin_convertvector(rint_even(x), i32h); }
+DPRS_INLINE f64v to_f64(i32h x) { return __builtin_convertvector(x, f64v); }
+#endif
 // Halves of a register. By instructions: a copy of part of a variable's bytes would keep that variable in memory.
 template <class Half, class Full> DPRS_INLINE Half low(Full x) {
 #if defined(__AVX512F__)
@@ -204,6 +220,19 @@ template <class Half, class Full> DPRS_INLINE Half high(Full x) {
   Half h;
   std::memcpy(&h, reinterpret_cast<const char*>(&x) + sizeof h, sizeof h);
   return h;
+#endif
+}
+
+DPRS_INLINE i32v join(i32h low, i32h high) {
+#if defined(__AVX512F__)
+  return bitcast<i32v>(_mm512_inserti64x4(_mm512_castsi256_si512(bitcast<__m256i>(low)), bitcast<__m256i>(high), 1));
+#elif defined(__AVX2__)
+  return bitcast<i32v>(_mm256_inserti128_si256(_mm256_castsi128_si256(bitcast<__m128i>(low)), bitcast<__m128i>(high), 1));
+#else
+  i32v both;
+  std::memcpy(&both, &low, sizeof low);
+  std::memcpy(reinterpret_cast<char*>(&both) + sizeof low, &high, sizeof high);
+  return both;
 #endif
 }
 

@@ -146,5 +146,16 @@ struct NoSums {
   DPRS_INLINE void finish() {}
 };
 
+// Sums of a tile of all threads, at `to`, which may be the first one's own. Integers, so the order is free.
+inline void join_tile(const Work& work, const Tile& tile, char* to) {
+  for (int64_t c = 0; c < tile.count; c += kLanes) {
+    const int64_t at = 8 * (tile.sum + c);
+    u64v sum = load<u64v>(work.parts[0].acc + at);
+    for (int64_t w = 1; w < work.threads; ++w) sum += load<u64v>(work.parts[w].acc + at);
+    store(to + 8 * c, sum);
+  }
+}
+inline bool are_apart(const Work& work) { return work.threads > 1 && work.parts[1].acc != work.parts[0].acc; }
+
 }  // namespace DPRS_ISA
 }  // namespace dprs

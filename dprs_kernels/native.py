@@ -12,13 +12,14 @@ import os
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 8
+ABI = 9
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -68,6 +69,7 @@ _SIGNATURES = {
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
     "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
     "dprs_choose_order": (Order, [_i64] * 8),
+    "dprs_step": (_i64, [_ptr, _ptr, _ptr, _i64, _ptr, _ptr, _ptr, _i64]),
     "dprs_release_noised": (_i64, [_ptr, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),
@@ -129,8 +131,19 @@ def int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (_i64 * len(values)).from_buffer(array("q", values))
 
 
-def float64s(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    return (_f64 * len(values))(*values)
+class Tables:
+    """Tables of numbers, one behind another, and where each begins: valid while this lives. kind: as for array, "q" int64 or
+    "d" float64.
+
+    >>> tables = Tables([1, 2], [3])
+    >>> tables.addresses[1] - tables.addresses[0]
+    16
+    """
+
+    def __init__(self, *tables: Sequence[float], kind: str = "q") -> None:
+        self._numbers = array(kind, chain.from_iterable(tables))
+        at = self._numbers.buffer_info()[0]
+        self.addresses = [at + 8 * begin for begin in accumulate((len(table) for table in tables[:-1]), initial=0)]
 
 
 def threads() -> int:

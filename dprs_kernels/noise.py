@@ -64,6 +64,7 @@ class NoiseSource:
     def _start(self, key: bytes, seed: int | None) -> None:
         global _next_handle
         self._key = key
+        self._key_id = hashlib.sha256(b"dprs_kernels key id" + key).hexdigest()[:16]
         self._seed = seed
         self._step = 0
         self._pid = os.getpid()
@@ -86,7 +87,7 @@ class NoiseSource:
     @property
     def key_id(self) -> str:
         """Public fingerprint of the key: 16 hex digits."""
-        return hashlib.sha256(b"dprs_kernels key id" + self._key).hexdigest()[:16]
+        return self._key_id
 
     @property
     def private(self) -> bool:

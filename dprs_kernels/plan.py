@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dprs_kernels.checks import is_number
 from dprs_kernels.layout import Layout
@@ -83,6 +84,20 @@ def make_plan(
     clipping: str = "flat",
 ) -> StepPlan:
     """Checks every number a user can get wrong; ValueError names the argument, what was got and the remedy."""
+    numbers = (layout, max_grad_norm, noise_multiplier, expected_batch_size, loss_reduction, clipping)
+    # The steps of a run have the same ones. By type, too: True is equal to 1. Lists are not looked up.
+    plain = all(type(value) in (int, float, str) for value in numbers[1:])
+    return _remembered(*numbers) if plain else _checked(*numbers)
+
+
+def _checked(
+    layout: Layout,
+    max_grad_norm: float | Sequence[float],
+    noise_multiplier: float,
+    expected_batch_size: float,
+    loss_reduction: str,
+    clipping: str,
+) -> StepPlan:
     if clipping not in CLIPPING:
         raise ValueError(f"clipping: got {clipping!r}; expected one of {', '.join(CLIPPING)}")
     if loss_reduction not in REDUCTIONS:
@@ -119,6 +134,9 @@ def make_plan(
         segment_of=tuple(range(parts)) if clipping == "per_layer" else (0,) * parts,
         bounds=tuple(c * (1 - MARGIN) for c in bounds), noise_std=std, grid=grid, unit=unit, small=small,
     )   # fmt: skip
+
+
+_remembered = lru_cache(maxsize=64, typed=True)(_checked)
 
 
 def _bounds(max_grad_norm: float | Sequence[float], clipping: str, parts: int) -> list[float]:

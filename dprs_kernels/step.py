@@ -156,8 +156,9 @@ class PrivateSum:
             self.release()
             return
         outs = [_gradient_of(param) for param in self.params]
+        taken, total = self._taken(batches[0]), self._sum() if getattr(self._backend, "NEEDS_TOTAL", True) else None
         stream = self._close()
-        norms = fused(outs, self._sum(), self._taken(batches[0]), self._bits(), self.plan, stream.key, stream.step)
+        norms = fused(outs, total, taken, self._bits(), self.plan, stream.key, stream.step)
         if self._diagnostics is not None:
             self._diagnostics._update(norms, self.plan)
         inputs.consume(self.params, sources)

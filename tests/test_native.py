@@ -1,5 +1,7 @@
 """The compiled library: loading, falling back, instruction sets, and what the compiler made of it."""
 
+import itertools
+import math
 import os
 import platform
 import re
@@ -98,6 +100,46 @@ def test_any_order_gives_the_same_bits(dtype, sigma, restored_level):
             assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True))
         if all(isinstance(grad, torch.Tensor) for grad in grads):
             assert_true("cpu", grads, keep, setting)
+
+
+def first_rows(grad, samples):
+    if isinstance(grad, OuterProducts):
+        return OuterProducts(grad.e[:samples], grad.a[:samples])
+    if isinstance(grad, RowGrads):
+        return RowGrads(grad.values[:samples], grad.rows)
+    return grad[:samples]
+
+
+def run_in_two(grads, keep, setting):
+    """As oracle.run, by add and release."""
+    params = [torch.nn.Parameter(torch.zeros(grad.shape[1:], dtype=grad.dtype)) for grad in grads]
+    total = PrivateSum(params, keep=keep, noise=NoiseSource.seeded_for_tests(0), backend="cpu", **vars(setting))
+    total.add(list(grads))
+    total.release()
+    return [param.grad for param in params]
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("setting", [{}, {"noise_multiplier": 0.0}, {"max_grad_norm": math.inf}], ids=str)
+def test_one_call_gives_the_bits_of_two(dtype, setting, restored_level):
+    """A step has its noise made beside the pass over the gradients, in any order of it, by any number of threads, of any
+    number of samples; add and release make it at the end."""
+    before, setting = torch.get_num_threads(), Setting(**setting)
+    for all_of_them, keep in kinds_of_gradients(dtype):
+        for samples in (13, 1, 0):
+            grads = [first_rows(grad, samples) for grad in all_of_them]
+            expected = run_in_two(grads, keep, setting)
+            assert setting.noise_multiplier == 0 or any((grad != 0).any() for grad in expected)
+            try:
+                for threads, order in itertools.product((1, 2, 5), ORDERS):
+                    torch.set_num_threads(threads)
+                    for _ in each_level():
+                        with order():
+                            found = run("cpu", grads, keep, setting)
+                        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            finally:
+                torch.set_num_threads(before)
 
 
 @needs_native

@@ -2,14 +2,16 @@
 
 A backend is a module with the two verbs `accumulate_` and `release` of reference.py and a function
 `unavailable(device) -> str`, the reason why it cannot run on that device ("" if it can). It may have a third verb,
-`step_`, both in one pass; TAKES, the kinds of gradients that it reads, where that is more than tensors; and
-`sums(layout, bits) -> int`, how many values a total has, where that is not one for each padded coordinate.
+`step_`, both in one pass (NEEDS_TOTAL = False: with sums of its own, and None for a total); TAKES, the kinds of
+gradients that it reads, where that is more than tensors; and `sums(layout, bits) -> int`, how many values a total has,
+where that is not one for each padded coordinate.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -18,6 +20,7 @@ NAMES = ("reference", "cpu", "triton")
 _warned: set[str] = set()
 
 
+@cache   # 20 us a step
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"dprs_kernels.backends.{name}")
 

@@ -22,6 +22,7 @@ from dprs_kernels.plan import NORM_LIMIT, StepPlan
 from dprs_kernels.row_grads import RowGrads
 
 TAKES = OuterProducts, RowGrads
+NEEDS_TOTAL = False   # step_ has sums of its own
 NO_MEMORY, OTHER_KEEP = -1, -2   # dprs_failure
 SPLITS = ("tiles", "samples", "twice")   # dprs_split
 _order: native.Order | None = None       # None: csrc/order.h chooses
@@ -60,55 +61,13 @@ def accumulate_(
     total: torch.Tensor, grads: Sequence[Grad], bits: torch.Tensor | None, plan: StepPlan
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
-    samples, parts = grads[0].shape[0], len(grads)
-    norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
-    dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
-    stored: list[torch.Tensor] = []   # the gradients, or left factors
-    right: list[torch.Tensor | None] = [None] * parts
-    held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
-    row_sizes = [0] * parts
-    for p, grad in enumerate(grads):
-        at = p * MAX_DIMS
-        if isinstance(grad, OuterProducts):
-            left, factor = map(_factor, (grad.e, grad.a))
-            right[p], shapes[at], strides[at] = factor, factor.shape[1], factor.stride(0)
-            stored.append(left)
-            continue
-        if isinstance(grad, RowGrads):
-            held[p], row_sizes[p] = grad.rows.places, math.prod(grad.shape[2:])
-            grad = grad.values if _rows_contiguous(grad.values) else grad.values.contiguous()
-        stored.append(grad)
-        if not _rows_contiguous(grad):
-            dims[p] = grad.dim() - 1
-            shapes[at : at + dims[p]], strides[at : at + dims[p]] = grad.shape[1:], grad.stride()[1:]
-    tables = [
-        int64s(plan.layout.sizes),
-        int64s([grad.data_ptr() for grad in stored]),
-        int64s([DTYPES[grad.dtype] for grad in stored]),
-        int64s([grad.stride(0) for grad in stored]),
-        int64s(dims),
-        int64s(shapes),
-        int64s(strides),
-        int64s([0 if factor is None else factor.data_ptr() for factor in right]),
-        int64s([0 if places is None else places.data_ptr() for places in held]),
-        int64s(row_sizes),
-    ]
-    batch = native.Grads(parts, samples, *_addresses(*tables))
-    segment_of, bounds = int64s(plan.segment_of), native.float64s(plan.bounds)
-    scales = native.float64s(plan.norm_scales(samples))
-    clip = native.Clip(
-        len(bounds), *_addresses(segment_of, bounds, scales), NORM_LIMIT, plan.gamma,
-        plan.loss_scale(samples),
-    )   # fmt: skip
+    batch = _Batch(grads, plan)
     failed = native.loaded().dprs_accumulate(
-        ctypes.byref(batch), _address(bits), ctypes.byref(clip), plan.unit, plan.small,
-        total.data_ptr(), total.numel(), norms.data_ptr(),
-        None if _order is None else ctypes.byref(_order), native.threads(),
+        ctypes.byref(batch.grads), _address(bits), ctypes.byref(batch.clip), plan.unit, plan.small,
+        total.data_ptr(), total.numel(), batch.norms.data_ptr(), _chosen_order(), native.threads(),
     )   # fmt: skip
-    if failed == NO_MEMORY:
-        raise MemoryError(f"no memory for kept values of a few samples, {plan.layout.size} coordinates each, and sums")
-    _check_keep(failed)
-    return norms
+    _check(failed, plan)
+    return batch.norms
 
 
 def release(
@@ -120,29 +79,108 @@ def release(
     step: int,
 ) -> None:
     """Same verb as reference.release; outs are contiguous."""
-    sizes = int64s(plan.layout.sizes)
-    addresses = int64s([out.data_ptr() for out in outs])
-    dtypes = int64s([DTYPES[out.dtype] for out in outs])
+    with _release_of(outs, plan, key, step) as job:
+        failed = native.loaded().dprs_release_noised(
+            ctypes.byref(job), _address(bits), total.data_ptr(), total.numel(), native.threads()
+        )
+    _check(failed, plan)
+
+
+def step_(
+    outs: Sequence[torch.Tensor],
+    total: None,
+    grads: Sequence[Grad],
+    bits: torch.Tensor | None,
+    plan: StepPlan,
+    key: bytes,
+    step: int,
+) -> torch.Tensor:
+    """accumulate_ and release of a logical batch that is one micro-batch, the same bits: noise is made while gradients
+    are read (csrc/noise.h), and sums are held by the kernels alone."""
+    batch = _Batch(grads, plan)
+    with _release_of(outs, plan, key, step) as job:
+        failed = native.loaded().dprs_step(
+            ctypes.byref(batch.grads), _address(bits), ctypes.byref(batch.clip), plan.small, batch.norms.data_ptr(),
+            ctypes.byref(job), _chosen_order(), native.threads(),
+        )   # fmt: skip
+    _check(failed, plan)
+    return batch.norms
+
+
+class _Batch:
+    """A micro-batch and its clipping as the kernels read them. Holds what they point to."""
+
+    def __init__(self, grads: Sequence[Grad], plan: StepPlan) -> None:
+        samples, parts = grads[0].shape[0], len(grads)
+        dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
+        stored: list[torch.Tensor] = []   # the gradients, or left factors
+        right: list[torch.Tensor | None] = [None] * parts
+        held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
+        row_sizes = [0] * parts
+        for p, grad in enumerate(grads):
+            at = p * MAX_DIMS
+            if isinstance(grad, OuterProducts):
+                left, factor = map(_factor, (grad.e, grad.a))
+                right[p], shapes[at], strides[at] = factor, factor.shape[1], factor.stride(0)
+                stored.append(left)
+                continue
+            if isinstance(grad, RowGrads):
+                held[p], row_sizes[p] = grad.rows.places, math.prod(grad.shape[2:])
+                grad = grad.values if _rows_contiguous(grad.values) else grad.values.contiguous()
+            stored.append(grad)
+            if not _rows_contiguous(grad):
+                dims[p] = grad.dim() - 1
+                shapes[at : at + dims[p]], strides[at : at + dims[p]] = grad.shape[1:], grad.stride()[1:]
+        tables = native.Tables(
+            plan.layout.sizes,
+            [grad.data_ptr() for grad in stored],
+            [DTYPES[grad.dtype] for grad in stored],
+            [grad.stride(0) for grad in stored],
+            dims,
+            shapes,
+            strides,
+            [0 if factor is None else factor.data_ptr() for factor in right],
+            [0 if places is None else places.data_ptr() for places in held],
+            row_sizes,
+        )
+        segment_of, numbers = native.Tables(plan.segment_of), native.Tables(
+            plan.bounds, plan.norm_scales(samples), kind="d"
+        )
+        self.norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
+        self.grads = native.Grads(parts, samples, *tables.addresses)
+        self.clip = native.Clip(
+            len(plan.bounds), *segment_of.addresses, *numbers.addresses, NORM_LIMIT, plan.gamma,
+            plan.loss_scale(samples),
+        )   # fmt: skip
+        self._held = stored, right, held, tables, segment_of, numbers
+
+
+@contextmanager
+def _release_of(
+    outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes, step: int
+) -> Iterator[native.Release]:
+    """What the kernels read of a release; the key does not linger in freed memory."""
+    tables = native.Tables(plan.layout.sizes, [out.data_ptr() for out in outs], [DTYPES[out.dtype] for out in outs])
     job = native.Release(
-        len(outs), *_addresses(sizes, addresses, dtypes), plan.unit, plan.grid, plan.noise_std,
+        len(outs), *tables.addresses, plan.unit, plan.grid, plan.noise_std,
         plan.expected_batch_size, (ctypes.c_uint32 * 8).from_buffer_copy(key), step,
     )   # fmt: skip
-    failed = native.loaded().dprs_release_noised(
-        ctypes.byref(job), _address(bits), total.data_ptr(), total.numel(), native.threads()
-    )
-    ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))   # the key does not linger in freed memory
-    _check_keep(failed)
+    try:
+        yield job
+    finally:
+        ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))
 
 
-def _check_keep(failed: int) -> None:
+def _chosen_order() -> Any:
+    return None if _order is None else ctypes.byref(_order)
+
+
+def _check(failed: int, plan: StepPlan) -> None:
     """A total has a place for each kept coordinate: with another mask, kernels would write beside it."""
+    if failed == NO_MEMORY:
+        raise MemoryError(f"no memory for kept values of a few samples, {plan.layout.size} coordinates each, and sums")
     if failed == OTHER_KEEP:
         raise ValueError("keep: not the mask that this sum was begun with; were its bits written to since?")
-
-
-def _addresses(*tables: ctypes.Array[Any]) -> list[int]:
-    """Valid while the caller holds the tables."""
-    return [ctypes.addressof(table) for table in tables]
 
 
 def _address(bits: torch.Tensor | None) -> int | None:

@@ -4,7 +4,7 @@ A block's 128-bit lane p gives the pair of coordinates (2p, 2p+1): low 64-bit wo
     u = (w+1) 2^-64,  r = sqrt(-2 ln u) <= 9.42,  (z_2p, z_2p+1) = r (cos, sin)(2 pi v 2^-64)
     out = keep o (rint(S/g) + rint(noise_std z/g)) (g / B)           without noise: keep o S/B
 
-Log, sine and cosine are the Taylor series of csrc/noise.h in the same order, with fused multiply-adds: a few units in
+Log, sine and cosine are the Taylor series of csrc/normals.h in the same order, with fused multiply-adds: a few units in
 the last place of float64, while the grid that z is rounded to (2^-20 of the standard deviation) is 2^32 times
 coarser. No approximate instruction: square roots and divisions of float64 round correctly.
 
