@@ -11,6 +11,8 @@
 // Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again. So they do, in
 // long streams, where no cache holds them until then (`stream`).
 //
+// A step's noise is made beside it, too (noise.h).
+//
 // What is in the way of one read of the gradients (Zen 5, DP-CNN, r = 0.5, where a pass takes 1.33 to 1.5): norms alone take
 // 1.07, packed into a slot that stays in the first cache 0.02 more, slots of their size 0.1 to 0.15, sums 0.1. What cost as much
 // and is gone: sums between the norms of whole tiles, when no line is under way; rows that begin unasked for, and lines that
@@ -131,21 +133,18 @@ inline void visit_part_twice(const Pass& p) {
          [&](int64_t t, RowRange some) { norms_of_tile(p, t, some, nullptr); });
 }
 
-inline void clear_sums(const Part& part, const Tile& tile) {   // also 0 as integers
-  if (part.fresh) std::memset(part.acc + 8 * tile.sum, 0, 8 * padded(tile.count));
-}
-
 // Sums of group k - 1 and norms of group k, as far as there are such groups, and of noise what is due. Sums are a tile ahead of
 // norms, so that a tile's come before the first norms that are packed to its slot.
 inline void visit_part(const Pass& p) {
   const Accumulate& a = p.a;
   const Part& part = p.part;
-  if (p.k == 0)
-    for (int64_t t = part.first_tile; t < part.last_tile; ++t) clear_sums(part, p.work.tiles[t]);
+  if (p.k == 0 && part.fresh)
+    for (int64_t t = part.first_tile; t < part.last_tile; ++t)
+      std::memset(part.acc + 8 * p.work.tiles[t].sum, 0, 8 * padded(p.work.tiles[t].count));   // also 0 as integers
   if (a.order.split == DPRS_TWICE) return visit_part_twice(p);
   if (p.k == 0 && part.samples > 0) p.own.asker.begin(a, p.work, part);
   const int64_t norms = count_of(a, part, p.k);
-  NoiseBeside noise(a, p.work, part, p.own.asker, p.k,
+  NoiseBeside noise(a, p.work, part, p.k,
                     (part.last_tile - part.first_tile) * ((norms + a.order.at_once - 1) / a.order.at_once));
   for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once) {
     const bool sums = i == 0 && p.k > 0;

@@ -39,21 +39,14 @@ template <int Cache, class T> DPRS_INLINE Asked<T, Cache> behind(const Accumulat
 // Walks through the whole tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them.
 class Asker {
   static constexpr uint64_t kMost = 16;   // tiles: a power of two
-  static constexpr uint64_t kFarthest = 7;   // that go_on goes: 8 to 24 were no better, with rows of 64 KB in all
   char* firsts[kMost];                    // of the last ones that were asked for
   int64_t steps[kMost];
   uint64_t asked, early, ahead;           // how many, and how many tiles before they are read
-  uint64_t usual;                         // early, without what go_on asked for besides,
-  bool rested;                            // and whether the last tile asked for nothing new
-  int64_t rest;                           // early: values beyond whole tiles
-  int64_t bytes;                          // of a row of a whole tile,
-  int64_t done;                           // and of the one that go_on is at
+  int64_t rest;                           // early: bytes beyond whole tiles
   int64_t k, i, t;                        // the next: group, row of the group, tile
   const Part* part = nullptr;
 
   static bool is_whole(const Tile& tile) { return tile.length == kTile && tile.first && tile.kept != Kept::none; }
-
-  template <class T> Rows<const T> asked_for(uint64_t n) const { return {firsts[n % kMost], steps[n % kMost]}; }
 
   // To the next whole tile. What is shorter, at the end of a parameter, is asked for in passing, its first block; the rest of it
   // while that is read. Behind the last sample: the first tiles once more, of which nothing is missed.
@@ -98,42 +91,23 @@ class Asker {
     int64_t whole = t;
     while (whole < of.last_tile && !is_whole(work.tiles[whole])) ++whole;
     const bool none = whole == of.last_tile;
-    bytes = none ? 0 : kTile * width_of(a.grads.dtypes[work.tiles[whole].param]);
+    const int64_t bytes = none ? 0 : kTile * width_of(a.grads.dtypes[work.tiles[whole].param]);
     early = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.early / bytes));
     ahead = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.ahead / bytes));
-    rest = none || early == 0 ? 0 : a.order.early % bytes / width_of(a.grads.dtypes[work.tiles[whole].param]);
+    rest = none || early == 0 ? 0 : a.order.early % bytes;
     if (early < ahead) early = ahead;
-    usual = early;
-    rested = false;
-    done = bytes;
     for (uint64_t n = 0; ahead > 0 && n < early; ++n) next(a, work);
   }
   bool follows(const Part& of) const { return part == &of; }
-
-  // A line of each row of the tiles that come next, into the second cache: for a thread that has nothing to read for a while.
-  DPRS_INLINE void go_on(const Accumulate& a, const Work& work) {
-    if (done >= bytes) {
-      if (ahead == 0 || early >= kFarthest) return;
-      next(a, work);
-      ++early;
-      done = 0;
-    }
-    const uint64_t now = (asked - 1) % kMost;
-    for (int64_t r = 0; r < a.order.at_once; ++r) __builtin_prefetch(firsts[now] + r * steps[now] + done, 0, 2);
-    done += 64;
-  }
 
   // While `tile` is read, whose rows are at `rows`.
   template <int Cache, class T>
   DPRS_INLINE Asked<T, Cache> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
     if (ahead == 0) return behind<Cache>(a, rows);   // less than a tile
     if (!is_whole(tile)) return {rows, rows.from(kBlock)};
-    // What go_on asked for beyond the usual distance is used up tile by tile, in every second one: memory goes on meanwhile.
-    rested = early > usual && !rested;
-    if (rested) --early;
-    else next(a, work);
-    const Rows<const T> again = asked_for<T>(asked - 1 - early + ahead);
-    return {rested ? again : asked_for<T>(asked - 1).from(rest), again};
+    next(a, work);
+    const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;
+    return {{firsts[now] + rest, steps[now]}, {firsts[again], steps[again]}};
   }
 };
 

@@ -100,7 +100,7 @@ struct Job {
   int64_t threads;
 };
 
-// acc += the sums of a micro-batch; or, with r and without acc, sums in memory of its own, and their release.
+// acc, of `sums` values, += the sums of a micro-batch; or, with r and without acc, sums in memory of its own, released.
 int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   const dprs_grads& grads = job.grads;
   const int64_t n = grads.samples, threads = job.threads;
@@ -111,7 +111,8 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   note_held(tiles, grads);
   note_places(tiles, grads);
   const bool exact = job.unit > 0;
-  dprs_order way = job.order ? *job.order : choose_order(row_bytes(tiles, grads), needed, n, threads, exact, make_of_cpu());
+  dprs_order way = job.order ? *job.order
+                             : choose_order(row_bytes(tiles, grads), needed, n, threads, exact, make_of_cpu());
   if (way.split == DPRS_SAMPLES && !exact) way.split = DPRS_TILES;   // float64 sums go by the order of samples
   const bool own = way.split == DPRS_SAMPLES;
   const int64_t slots = way.split == DPRS_TWICE ? 0 : place_slots(tiles, grads, way.group);
@@ -119,7 +120,7 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   const auto pages = [](int64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
   const int64_t copies = own ? threads : 1, factors = pages(8 * way.group * job.clip.segments);
   const int64_t packed = pages(slots), partial = pages(16 * count * way.group), sum = pages(8 * needed);
-  // Beside a pass that reads gradients twice, nothing waits for memory in a way that noise could use.
+  // Beside a pass that reads gradients twice noise brought nothing.
   const int64_t noise = r && r->grid != 0 && way.split != DPRS_TWICE ? pages(4 * (needed + 32 * count)) : 0;
   const Scratch memory(copies * (packed + partial) + (acc ? copies - 1 : copies) * sum + threads * factors + noise);
   if (!memory.data()) return DPRS_NO_MEMORY;
@@ -140,7 +141,7 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   int32_t* const made = noise ? reinterpret_cast<int32_t*>(take(noise)) : nullptr;
   Barrier barrier;
   const Work work = {tiles.data(), count, parts.data(), threads};
-  kernels().accumulate({grads, job.clip, way, job.keep, exact, job.small, exact ? 1 / job.unit : 1.0, needed, job.norms,
+  kernels().accumulate({grads, job.clip, way, job.keep, exact, job.small, exact ? 1 / job.unit : 1.0, job.norms,
                         &barrier, r, made}, work);
   if (r) kernels().release(*r, job.keep, made, work);
   return 0;
@@ -156,7 +157,8 @@ extern "C" {
 int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, double unit,
                         int64_t small, void* acc, int64_t sums, double* norms, const dprs_order* order,
                         int64_t threads) {
-  return dprs::visit({*grads, keep, *clip, unit, small != 0, norms, order, threads}, static_cast<char*>(acc), sums, nullptr);
+  return dprs::visit({*grads, keep, *clip, unit, small != 0, norms, order, threads}, static_cast<char*>(acc), sums,
+                     nullptr);
 }
 int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, int64_t small, double* norms,
                   const dprs_release* r, const dprs_order* order, int64_t threads) {

@@ -91,7 +91,7 @@ struct dprs_release {
 int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t sums,
                             int64_t threads);
 
-// All of a step whose logical batch is one micro-batch: accumulate, into sums of its own, and release; the same bits as those
+// All of a step whose logical batch is one micro-batch: accumulate, into sums of its own, and release. The same bits as those
 // two, with less to write and to read again. The unit is that of `r`.
 // Returns 0, or DPRS_NO_MEMORY (nothing was written then).
 int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, int64_t small, double* norms,

@@ -74,7 +74,6 @@ struct Accumulate {
   bool integers;       // sums are int64 multiples of the unit h, else float64
   bool small;          // a contribution is at most 2^29 units
   double per_unit;     // 1/h, or 1 without a unit
-  int64_t sums;        // values of acc
   double* norms;       // null or [N, segments]
   Barrier* barrier;
   const dprs_release* release;   // null, or what follows: it joins the threads' sums,

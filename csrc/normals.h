@@ -32,9 +32,8 @@ class Pairs {
   // a = -2 ln u for u = a 2^-64.   m 2^e = a with m in [sqrt(1/2), sqrt(2)), s = (m-1)/(m+1):
   // ln m = 2 atanh s = 2 s (1 + s^2/3 + s^4/5 + ...), |s| < 0.1716, so 11 terms reach 2^-56.
   // Beside the division, which keeps its own part of the CPU busy: c = x of the angle, see below.
-  template <class Beside> void minus_two_logs(int count, Beside beside) {
+  void minus_two_logs(int count) {
     for (int i = 0; i < count; i += kLanes) {
-      beside();
       const u64v bits = load<u64v>(a + i);
       const u64v root_half = u64v{} + 0x3fe6a09e667f3bcdull;
       const u64v shifted = bits - root_half + (1023ull << 52);      // biased so that >> is a floor
@@ -47,7 +46,6 @@ class Pairs {
                        (1.5707963267948966 / 4611686018427387904.0));   // pi/2 2^-62
     }
     for (int i = 0; i < count; i += kLanes) {
-      beside();
       const f64v e = load<f64v>(a + i), s = load<f64v>(b + i);
       const f64v z = s * s;
       // Estrin's order, here and below: half the latency of Horner's at the same number of operations.
@@ -62,9 +60,8 @@ class Pairs {
 
   // (c, b) = (cos, sin) of x, where the angle 2 pi v 2^-64 is q quarter turns plus x in [-pi/4, pi/4]: v = q 2^62 +
   // rest with |rest| <= 2^61, exact integer arithmetic. Beside it a = sqrt(a), the radius.
-  template <class Beside> void cosines_and_sines(int count, Beside beside) {
+  void cosines_and_sines(int count) {
     for (int i = 0; i < count; i += kLanes) {
-      beside();
       const f64v x = load<f64v>(c + i);
       const f64v y = x * x;
       const f64v y2 = y * y, y4 = y2 * y2;
@@ -122,9 +119,8 @@ DPRS_INLINE void store_pairs(double* to, f64v x, f64v y) {
 }
 
 // The normals of the listed blocks, z[8 * place in the list + coordinate]; z has room for a multiple of kTogether blocks.
-// words_of(first, words): the words of kTogether blocks, of which the list's end may cut off some. beside(): called again and
-// again between the arithmetic.
-template <class Beside, class Words> inline void normals_of_blocks(int64_t blocks, double* z, Beside beside, Words words_of) {
+// words_of(first, words): the words of kTogether blocks, of which the list's end may cut off some.
+template <class Words> inline void normals_of_blocks(int64_t blocks, double* z, Words words_of) {
   Pairs pairs;
   for (int64_t done = 0; done < blocks; done += kBatch, z += 8 * kBatch) {
     int count = 0;   // of pairs: [group of kBlocks blocks][pair in a block][block]
@@ -140,8 +136,8 @@ template <class Beside, class Words> inline void normals_of_blocks(int64_t block
           for (int half = 0; half < 2; ++half, count += kLanes) pairs.put(count, radius[half], angle[half]);
         }
     }
-    pairs.minus_two_logs(count, beside);
-    pairs.cosines_and_sines(count, beside);
+    pairs.minus_two_logs(count);
+    pairs.cosines_and_sines(count);
     pairs.each(count, [&](int i, f64v cosine, f64v sine) {
       const int block = i / (4 * kBlocks) * kBlocks + i % kBlocks, pair = i / kBlocks % 4;
       store_pairs(z + 8 * block + 2 * pair, cosine, sine);
@@ -155,7 +151,7 @@ inline void normals(const uint32_t* key, uint64_t step, uint64_t first, int64_t 
   for (int64_t done = 0; done < blocks; done += kBatch) {
     alignas(64) double z[8 * kBatch];
     const int64_t some = least(kBatch, blocks - done);
-    normals_of_blocks(some, z, Nothing(), [&](int64_t b, u32v (&words)[kSets][16]) {
+    normals_of_blocks(some, z, [&](int64_t b, u32v (&words)[kSets][16]) {
       Blocks<kTogether> wanted;
       for (int i = 0; i < kTogether; ++i) wanted.set(i, first + done + b + i);
       cipher(wanted.low, wanted.high, words);
@@ -166,7 +162,7 @@ inline void normals(const uint32_t* key, uint64_t step, uint64_t first, int64_t 
 inline void normals_from_words(const uint32_t* given, int64_t blocks, double* out) {
   for (int64_t b = 0; b < blocks; ++b) {
     alignas(64) double z[8 * kTogether];
-    normals_of_blocks(1, z, Nothing(), [&](int64_t, u32v (&words)[kSets][16]) {
+    normals_of_blocks(1, z, [&](int64_t, u32v (&words)[kSets][16]) {
       for (auto& set : words)
         for (int i = 0; i < 16; ++i) set[i] = u32v{} + given[16 * b + i];
     });

@@ -5,6 +5,7 @@
 #endif
 
 #include "noise.h"
+#include "tile_sums.h"
 
 namespace dprs {
 namespace DPRS_ISA {
@@ -50,7 +51,7 @@ template <class T, bool HasUnit, bool HasGrid> void release_tile(const Release& 
   const uint32_t* keep = of.keep ? of.keep + tile.padded / kWord : nullptr;
   alignas(64) int32_t made[kTile + kWord];
   const int32_t* noise = of.noise ? of.noise + noise_at(of.work, t) : made;
-  if (HasGrid && !of.noise) noise_of_tile(r, of.keep, tile, made, Nothing());
+  if (HasGrid && !of.noise) noise_of_tile(r, of.keep, tile, made);
   alignas(64) char joined[8 * (kTile + kWord)];
   const char* acc = of.work.parts[0].acc + 8 * tile.sum;
   if (HasUnit && are_apart(of.work)) {

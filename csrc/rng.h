@@ -17,11 +17,6 @@ constexpr int kSets = 2;
 constexpr int kSets = 1;
 #endif
 
-// What is done beside the arithmetic, where that is nothing.
-struct Nothing {
-  DPRS_INLINE void operator()() const {}
-};
-
 template <int Bits> DPRS_INLINE u32v rotate(u32v x) { return (x << Bits) | (x >> (32 - Bits)); }
 #if defined(__AVX2__) && !defined(__AVX512F__)   // AVX-512 has a rotate, and compilers find it
 // One byte shuffle instead of two shifts and an or.
@@ -93,10 +88,8 @@ class ChaCha20 {
     first[15] = u32v{} + static_cast<uint32_t>(step >> 32);
   }
   // words[s][i] = word i of each of kBlocks blocks, whose numbers come as low and high halves; Sets times as many.
-  // beside(): called before each two rounds.
-  template <int Sets, class Beside = Nothing>
-  DPRS_INLINE void operator()(const uint32_t* low_counter, const uint32_t* high_counter, u32v (&words)[Sets][16],
-                              Beside beside = {}) const {
+  template <int Sets>
+  DPRS_INLINE void operator()(const uint32_t* low_counter, const uint32_t* high_counter, u32v (&words)[Sets][16]) const {
     u32v x[Sets][16];
     DPRS_UNROLL for (int s = 0; s < Sets; ++s) {
       DPRS_UNROLL for (int i = 0; i < 16; ++i) x[s][i] = first[i];
@@ -104,7 +97,6 @@ class ChaCha20 {
       x[s][13] = load<u32v>(high_counter + s * kBlocks);
     }
     for (int round = 0; round < 20; round += 2) {
-      beside();
       DPRS_UNROLL for (int i = 0; i < 4; ++i)
         DPRS_UNROLL for (int s = 0; s < Sets; ++s) quarter_round(x[s][i], x[s][4 + i], x[s][8 + i], x[s][12 + i]);
       DPRS_UNROLL for (int i = 0; i < 4; ++i)

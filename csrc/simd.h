@@ -223,15 +223,15 @@ template <class Half, class Full> DPRS_INLINE Half high(Full x) {
 #endif
 }
 
-DPRS_INLINE i32v join(i32h low, i32h high) {
+DPRS_INLINE i32v join(i32h lo, i32h hi) {
 #if defined(__AVX512F__)
-  return bitcast<i32v>(_mm512_inserti64x4(_mm512_castsi256_si512(bitcast<__m256i>(low)), bitcast<__m256i>(high), 1));
+  return bitcast<i32v>(_mm512_inserti64x4(_mm512_castsi256_si512(bitcast<__m256i>(lo)), bitcast<__m256i>(hi), 1));
 #elif defined(__AVX2__)
-  return bitcast<i32v>(_mm256_inserti128_si256(_mm256_castsi128_si256(bitcast<__m128i>(low)), bitcast<__m128i>(high), 1));
+  return bitcast<i32v>(_mm256_inserti128_si256(_mm256_castsi128_si256(bitcast<__m128i>(lo)), bitcast<__m128i>(hi), 1));
 #else
   i32v both;
-  std::memcpy(&both, &low, sizeof low);
-  std::memcpy(reinterpret_cast<char*>(&both) + sizeof low, &high, sizeof high);
+  std::memcpy(&both, &lo, sizeof lo);
+  std::memcpy(reinterpret_cast<char*>(&both) + sizeof lo, &hi, sizeof hi);
   return both;
 #endif
 }

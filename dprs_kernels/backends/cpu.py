@@ -112,12 +112,17 @@ class _Batch:
 
     def __init__(self, grads: Sequence[Grad], plan: StepPlan) -> None:
         samples, parts = grads[0].shape[0], len(grads)
-        dims, shapes, strides = [0] * parts, [0] * (parts * MAX_DIMS), [0] * (parts * MAX_DIMS)
+        dims = [0] * parts
+        plain = all(type(grad) is torch.Tensor and grad.is_contiguous() for grad in grads)
+        shapes, strides = ([0] * (0 if plain else parts * MAX_DIMS) for _ in range(2))   # plain: nobody looks there
         stored: list[torch.Tensor] = []   # the gradients, or left factors
         right: list[torch.Tensor | None] = [None] * parts
         held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
         row_sizes = [0] * parts
         for p, grad in enumerate(grads):
+            if plain:
+                stored = list(grads)
+                break
             at = p * MAX_DIMS
             if isinstance(grad, OuterProducts):
                 left, factor = map(_factor, (grad.e, grad.a))
