@@ -132,8 +132,9 @@ def int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 class Tables:
-    """Tables of numbers, one behind another, and where each begins: valid while this lives. kind: as for array, "q" int64 or
-    "d" float64.
+    """Tables of numbers, one behind another, and where each begins: valid while this lives.
+
+    kind: as for array, "q" int64 or "d" float64.
 
     >>> tables = Tables([1, 2], [3])
     >>> tables.addresses[1] - tables.addresses[0]

@@ -112,17 +112,14 @@ class _Batch:
 
     def __init__(self, grads: Sequence[Grad], plan: StepPlan) -> None:
         samples, parts = grads[0].shape[0], len(grads)
-        dims = [0] * parts
-        plain = all(type(grad) is torch.Tensor and grad.is_contiguous() for grad in grads)
-        shapes, strides = ([0] * (0 if plain else parts * MAX_DIMS) for _ in range(2))   # plain: nobody looks there
+        plain = all(isinstance(grad, torch.Tensor) and grad.is_contiguous() for grad in grads)
+        entries = 0 if plain else parts * MAX_DIMS   # plain: nobody looks there
+        dims, shapes, strides = [0] * parts, [0] * entries, [0] * entries
         stored: list[torch.Tensor] = []   # the gradients, or left factors
         right: list[torch.Tensor | None] = [None] * parts
         held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
         row_sizes = [0] * parts
         for p, grad in enumerate(grads):
-            if plain:
-                stored = list(grads)
-                break
             at = p * MAX_DIMS
             if isinstance(grad, OuterProducts):
                 left, factor = map(_factor, (grad.e, grad.a))
@@ -148,9 +145,8 @@ class _Batch:
             [0 if places is None else places.data_ptr() for places in held],
             row_sizes,
         )
-        segment_of, numbers = native.Tables(plan.segment_of), native.Tables(
-            plan.bounds, plan.norm_scales(samples), kind="d"
-        )
+        segment_of = native.Tables(plan.segment_of)
+        numbers = native.Tables(plan.bounds, plan.norm_scales(samples), kind="d")
         self.norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
         self.grads = native.Grads(parts, samples, *tables.addresses)
         self.clip = native.Clip(
