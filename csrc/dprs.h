@@ -25,7 +25,7 @@ struct dprs_grads {
 
 enum dprs_dtype { DPRS_F32 = 0, DPRS_F64 = 1, DPRS_BF16 = 2, DPRS_F16 = 3 };
 enum { DPRS_MAX_DIMS = 16 };
-enum dprs_failure { DPRS_NO_MEMORY = -1, DPRS_OTHER_KEEP = -2 };
+enum dprs_failure { DPRS_NO_MEMORY = -1, DPRS_OTHER_KEEP = -2, DPRS_NO_NOISE = -3 };
 
 // Clipping of one logical step. Segment = what shares a norm: everything (flat) or a parameter.
 struct dprs_clip {
@@ -88,12 +88,13 @@ struct dprs_release {
   uint64_t step;
 };
 // out = (rint(S/g) + keep rint(noise_std z / g)) g / divisor
+// Returns 0, DPRS_OTHER_KEEP, or DPRS_NO_NOISE if noise_std / g is not in (0, 2^27], where noise is an int32: nothing was written.
 int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t sums,
                             int64_t threads);
 
 // All of a step whose logical batch is one micro-batch: accumulate, into sums of its own, and release. The same bits as those
 // two, with less to write and to read again. The unit is that of `r`.
-// Returns 0, or DPRS_NO_MEMORY (nothing was written then).
+// Returns 0, DPRS_NO_MEMORY or DPRS_NO_NOISE (nothing was written then).
 int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip* clip, int64_t small, double* norms,
                   const dprs_release* r, const dprs_order* order, int64_t threads);
 

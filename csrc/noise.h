@@ -12,7 +12,8 @@
 namespace dprs {
 namespace DPRS_ISA {
 
-// |z| <= 9.42 and noise_std / g < 2^21: below 2^25 in absolute value. `to` has room for kWord more.
+// |z| <= 9.42 and noise_std / g < 2^21: below 2^25 in absolute value (has_noise of dispatch.cpp sees to it that it fits). `to` has
+// room for kWord more.
 inline void noise_of_tile(const dprs_release& r, const uint32_t* keep, const Tile& tile, int32_t* to) {
   Blocks<kTile / 8> list;
   int count = 0, place[kTile / 8] = {};   // the normals of block b are at z + 8 place[b]; those of none kept are anything

@@ -1,5 +1,6 @@
 """The compiled library: loading, falling back, instruction sets, and what the compiler made of it."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -17,7 +18,9 @@ import torch
 
 from dprs_kernels import KeepMask, NoiseSource, PrivateSum, backends, fused_rs_dp_step, native, reference
 from dprs_kernels.backends import cpu
+from dprs_kernels.layout import Layout
 from dprs_kernels.outer import OuterProducts
+from dprs_kernels.plan import make_plan
 from dprs_kernels.row_grads import RowGrads
 from dprs_kernels.structure import STRUCTURES
 from tests.oracle import DTYPES, ORDERS, Setting, assert_true, random_grads, run
@@ -167,6 +170,22 @@ def test_bits_that_somebody_wrote_to_behind_our_back_are_refused(verb):
     keep.bits.numpy()[:] = -1   # which torch does not notice
     with pytest.raises(ValueError, match="keep: not the mask that this sum was begun with"):
         getattr(total, verb)(*[[torch.ones(2, 4096)]] * (verb == "add"))
+
+
+@needs_native
+@pytest.mark.parametrize("noise_std", [math.nan, -1.0, 0.0, 2.0**8, math.inf])
+def test_noise_that_does_not_fit_its_grid_is_refused(noise_std):
+    """Rounded to int32 it would be the same number everywhere, under any key. No argument of a step leads here."""
+    plan = make_plan(Layout.of([(40,)]), max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1)
+    wrong, out = dataclasses.replace(plan, noise_std=noise_std), torch.full((40,), 7.0)
+    total = torch.zeros(cpu.sums(plan.layout, None), dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"noise_std: got .* nothing was released"):
+        cpu.release([out], total, None, wrong, bytes(32), 0)
+    with pytest.raises(ValueError, match=r"noise_std: got .* nothing was released"):
+        cpu.step_([out], None, [torch.zeros(2, 40)], None, wrong, bytes(32), 0)
+    assert (out == 7.0).all()
+    cpu.step_([out], None, [torch.zeros(2, 40)], None, plan, bytes(32), 0)
+    assert not (out == 7.0).any()
 
 
 @needs_native
@@ -412,4 +431,5 @@ def test_neon_gives_the_same_bits(tmp_path):
     there = checksums(tmp_path, "aarch64-linux-gnu-g++", ["qemu-aarch64-static"], ["-static"])
     runs = [part.split("\n", 1) for part in (here + there).split("level ")[1:]]
     assert len(runs) >= 2
+    assert "0000000000000000" not in here + there   # what checksum.cpp prints if one call is not what two are
     assert len({body for _, body in runs}) == 1, [name for name, _ in runs]

@@ -23,7 +23,7 @@ from dprs_kernels.row_grads import RowGrads
 
 TAKES = OuterProducts, RowGrads
 NEEDS_TOTAL = False   # step_ has sums of its own
-NO_MEMORY, OTHER_KEEP = -1, -2   # dprs_failure
+NO_MEMORY, OTHER_KEEP, NO_NOISE = -1, -2, -3   # dprs_failure
 SPLITS = ("tiles", "samples", "twice")   # dprs_split
 _order: native.Order | None = None       # None: csrc/order.h chooses
 
@@ -160,12 +160,13 @@ class _Batch:
 def _release_of(
     outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes, step: int
 ) -> Iterator[native.Release]:
-    """What the kernels read of a release; the key does not linger in freed memory."""
+    """What the kernels read of a release; this copy of the key does not linger in freed memory."""
     tables = native.Tables(plan.layout.sizes, [out.data_ptr() for out in outs], [DTYPES[out.dtype] for out in outs])
     job = native.Release(
         len(outs), *tables.addresses, plan.unit, plan.grid, plan.noise_std,
-        plan.expected_batch_size, (ctypes.c_uint32 * 8).from_buffer_copy(key), step,
+        plan.expected_batch_size, step=step,
     )   # fmt: skip
+    ctypes.memmove(ctypes.addressof(job) + native.Release.key.offset, key, 32)
     try:
         yield job
     finally:
@@ -177,9 +178,15 @@ def _chosen_order() -> Any:
 
 
 def _check(failed: int, plan: StepPlan) -> None:
-    """A total has a place for each kept coordinate: with another mask, kernels would write beside it."""
+    """A total has a place for each kept coordinate: with another mask, kernels would write beside it. Noise has a
+    range: beyond it, it would be a constant."""
     if failed == NO_MEMORY:
         raise MemoryError(f"no memory for kept values of a few samples, {plan.layout.size} coordinates each, and sums")
+    if failed == NO_NOISE:
+        raise ValueError(
+            f"noise_std: got {plan.noise_std!r} with a grid of {plan.grid!r}; expected up to 2^27 of the grid, as "
+            "plan.make_plan has it; nothing was released"
+        )
     if failed == OTHER_KEEP:
         raise ValueError("keep: not the mask that this sum was begun with; were its bits written to since?")
 
