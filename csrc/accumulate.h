@@ -11,8 +11,6 @@
 // Where all of a tile is kept and lies in place there is nothing to pack: sums read the gradients again. So they do, in
 // long streams, where no cache holds them until then (`stream`).
 //
-// A step's noise is made beside it, too (noise.h).
-//
 // What is in the way of one read of the gradients (Zen 5, DP-CNN, r = 0.5, where a pass takes 1.33 to 1.5): norms alone take
 // 1.07, packed into a slot that stays in the first cache 0.02 more, slots of their size 0.1 to 0.15, sums 0.1. What cost as much
 // and is gone: sums between the norms of whole tiles, when no line is under way; rows that begin unasked for, and lines that
@@ -25,7 +23,6 @@
 #endif
 
 #include "factors.h"
-#include "noise.h"
 #include "tile_sums.h"
 
 namespace dprs {
@@ -133,8 +130,8 @@ inline void visit_part_twice(const Pass& p) {
          [&](int64_t t, RowRange some) { norms_of_tile(p, t, some, nullptr); });
 }
 
-// Sums of group k - 1 and norms of group k, as far as there are such groups, and of noise what is due. Sums are a tile ahead of
-// norms, so that a tile's come before the first norms that are packed to its slot.
+// Sums of group k - 1 and norms of group k, as far as there are such groups. Sums are a tile ahead of norms, so that a tile's
+// come before the first norms that are packed to its slot.
 inline void visit_part(const Pass& p) {
   const Accumulate& a = p.a;
   const Part& part = p.part;
@@ -144,8 +141,6 @@ inline void visit_part(const Pass& p) {
   if (a.order.split == DPRS_TWICE) return visit_part_twice(p);
   if (p.k == 0 && part.samples > 0) p.own.asker.begin(a, p.work, part);
   const int64_t norms = count_of(a, part, p.k);
-  NoiseBeside noise(a, p.work, part, p.k,
-                    (part.last_tile - part.first_tile) * ((norms + a.order.at_once - 1) / a.order.at_once));
   for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once) {
     const bool sums = i == 0 && p.k > 0;
     for (int64_t t = part.first_tile; t < part.last_tile; ++t) {
@@ -153,10 +148,8 @@ inline void visit_part(const Pass& p) {
       if (i >= norms) continue;
       const Tile* next = sums && t + 1 < part.last_tile ? p.work.tiles + t + 1 : nullptr;
       norms_of_tile(p, t, {i, least(i + a.order.at_once, norms)}, next);
-      noise.go_on();
     }
   }
-  noise.finish();
 }
 
 // Returns when all workers have called it. Spins for some microseconds, then gives its CPU away.
@@ -218,7 +211,7 @@ inline void accumulate(const Accumulate& a, const Work& work) {
     if (samples) accumulate_samples(a, work, own, me, workers);
     else accumulate_tiles(a, work, own, me, workers);
   }
-  if (!a.release && are_apart(work)) join_sums(work);
+  if (!a.released && are_apart(work)) join_sums(work);
 }
 
 }  // namespace DPRS_ISA

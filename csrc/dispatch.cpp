@@ -126,9 +126,7 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   const auto pages = [](int64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
   const int64_t copies = own ? threads : 1, factors = pages(8 * way.group * job.clip.segments);
   const int64_t packed = pages(slots), partial = pages(16 * count * way.group), sum = pages(8 * needed);
-  // Beside a pass that reads gradients twice noise brought nothing.
-  const int64_t noise = r && r->grid != 0 && way.split != DPRS_TWICE ? pages(4 * (needed + 32 * count)) : 0;
-  const Scratch memory(copies * (packed + partial) + (acc ? copies - 1 : copies) * sum + threads * factors + noise);
+  const Scratch memory(copies * (packed + partial) + (acc ? copies - 1 : copies) * sum + threads * factors);
   if (!memory.data()) return DPRS_NO_MEMORY;
   const std::vector<int64_t> first = share_tiles(tiles, threads);
   std::vector<Part> parts(threads);
@@ -142,14 +140,13 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
     char* const slot = shared ? parts[0].packed : take(packed);
     double* const squares = shared ? parts[0].partial : reinterpret_cast<double*>(take(partial));
     parts[w] = {own ? 0 : first[w], own ? count : first[w + 1], begin, own ? n * (w + 1) / threads - begin : n,
-                to, slot, squares, reinterpret_cast<double*>(take(factors)), !given, first[w], first[w + 1]};
+                to, slot, squares, reinterpret_cast<double*>(take(factors)), !given};
   }
-  int32_t* const made = noise ? reinterpret_cast<int32_t*>(take(noise)) : nullptr;
   Barrier barrier;
   const Work work = {tiles.data(), count, parts.data(), threads};
   kernels().accumulate({grads, job.clip, way, job.keep, exact, job.small, exact ? 1 / job.unit : 1.0, job.norms,
-                        &barrier, r, made}, work);
-  if (r) kernels().release(*r, job.keep, made, work);
+                        &barrier, r != nullptr}, work);
+  if (r) kernels().release(*r, job.keep, work);
   return 0;
 }
 
@@ -184,9 +181,9 @@ int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const v
   if (r->grid != 0 && !dprs::has_noise(*r)) return DPRS_NO_NOISE;
   if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
   const dprs::Part all = {0, static_cast<int64_t>(tiles.size()), 0, 0, const_cast<char*>(static_cast<const char*>(acc)),
-                          nullptr, nullptr, nullptr, false, 0, 0};
+                          nullptr, nullptr, nullptr, false};
   const std::vector<dprs::Part> parts(threads, all);
-  kernels().release(*r, keep, nullptr, {tiles.data(), all.last_tile, parts.data(), threads});
+  kernels().release(*r, keep, {tiles.data(), all.last_tile, parts.data(), threads});
   return 0;
 }
 void dprs_normals(const uint32_t key[8], uint64_t step, uint64_t block, int64_t blocks, double* z) {

@@ -49,7 +49,6 @@ struct Part {
   double* partial;    // [2][tiles][group] squared norms: two groups are in flight
   double* factors;    // [group][segments]
   bool fresh;         // acc is not cleared: the thread does that, too
-  int64_t first_noise, last_noise;   // [first, last) tiles whose noise it makes, where a release follows
 };
 
 struct Work {
@@ -76,8 +75,7 @@ struct Accumulate {
   double per_unit;     // 1/h, or 1 without a unit
   double* norms;       // null or [N, segments]
   Barrier* barrier;
-  const dprs_release* release;   // null, or what follows: it joins the threads' sums,
-  int32_t* noise;      // and finds its noise here (noise.h), if not null
+  bool released;       // a release follows, and joins the threads' sums
 };
 
 struct Conv {
@@ -93,7 +91,7 @@ struct Conv {
 struct Kernels {
   const char* name;
   void (*accumulate)(const Accumulate&, const Work&);
-  void (*release)(const dprs_release&, const uint32_t* keep, const int32_t* noise, const Work&);   // null: makes its own
+  void (*release)(const dprs_release&, const uint32_t* keep, const Work&);
   void (*normals)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, double* z);
   void (*normals_from_words)(const uint32_t* words, int64_t blocks, double* z);
   void (*words)(const uint32_t* key, uint64_t step, uint64_t block, int64_t blocks, uint32_t* words);

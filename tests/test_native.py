@@ -126,8 +126,8 @@ def run_in_two(grads, keep, setting):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("setting", [{}, {"noise_multiplier": 0.0}, {"max_grad_norm": math.inf}], ids=str)
 def test_one_call_gives_the_bits_of_two(dtype, setting, restored_level):
-    """A step has its noise made beside the pass over the gradients, in any order of it, by any number of threads, for
-    any number of samples; add and release make it at the end."""
+    """A step's sums are in scratch, a part of them with each thread, and join in the release: in any order, by any
+    number of threads, for any number of samples."""
     before, setting = torch.get_num_threads(), Setting(**setting)
     for all_of_them, keep in kinds_of_gradients(dtype):
         for samples in (13, 1, 0):

@@ -95,8 +95,7 @@ def step_(
     key: bytes,
     step: int,
 ) -> torch.Tensor:
-    """accumulate_ and release of a logical batch that is one micro-batch, the same bits: noise is made while gradients
-    are read (csrc/noise.h), and sums are held by the kernels alone."""
+    """accumulate_ and release of a logical batch that is one micro-batch, the same bits; the kernels hold the sums."""
     batch = _Batch(grads, plan)
     with _release_of(outs, plan, key, step) as job:
         failed = native.loaded().dprs_step(
