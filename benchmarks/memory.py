@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py step SHAPE CONTENDER...           {contender: MiB}
     python benchmarks/memory.py training MODEL CONTENDER MICRO N  MiB
-    python benchmarks/memory.py scaling AXIS [full]               {setting: MiB}
+    python benchmarks/memory.py scaling AXIS SETTING [full]       MiB
     python benchmarks/memory.py mask D                            {contender: MiB}
 
 "Extra" is the highest resident set during one call minus the one right before it: inputs, weights and masks are there
@@ -87,10 +87,11 @@ def training(case: str, contender: str, micro: str, samples: str) -> float:
     return extra(lambda: step(x, y))
 
 
-def scaling(axis: str, *full: str) -> dict[str, float]:
+def scaling(axis: str, setting: str, *full: str) -> float:
+    """One point of an axis: scratch that stays with the process would be counted at the first one alone."""
     import scaling_points
 
-    return {point.setting: extra(run) for point, run in scaling_points.one_at_a_time(axis, bool(full))}
+    return extra(scaling_points.for_memory({p.setting: p for p in scaling_points.axes(bool(full))[axis]}[setting]))
 
 
 def mask(size: str) -> dict[str, float]:

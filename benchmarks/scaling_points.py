@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -137,10 +137,7 @@ class Work:
         return ""
 
 
-def one_at_a_time(axis: str, full: bool = False) -> Iterator[tuple[Point, Callable[[], object]]]:
-    """For memory.py: each point's step, p.grad not there yet, and code paid for by a tiny step."""
-    points = axes(full)[axis]
+def for_memory(point: Point) -> Callable[[], object]:
+    """For memory.py: the point's step, p.grad not there yet, and code paid for by a tiny step."""
     Work(Point("tiny", 4, ((100,),)), torch.ones(400)).ours().run(SIGMA)
-    buffer = buffer_for(points)
-    for point in points:
-        yield point, functools.partial(Work(point, buffer).ours().run, SIGMA)
+    return functools.partial(Work(point, buffer_for([point])).ours().run, SIGMA)
