@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dprs_kernels import NoiseSource, allocator, fused_rs_dp_step, step
+from dprs_kernels import NoiseSource, PrivateSum, allocator, step
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 real = allocator.keep_freed_memory   # conftest.py puts another in its place
@@ -114,12 +114,14 @@ def test_what_malloc_never_keeps_is_to_come_in_large_pages(count, asked):
 
 
 @needs_large_pages
-def test_sums_and_gradients_of_a_step_do(monkeypatch):
+def test_sums_and_released_gradients_do(monkeypatch):
     seen = []
     monkeypatch.setattr(step, "in_large_pages", lambda tensor: seen.append(tensor) or allocator.in_large_pages(tensor))
     param = torch.nn.Parameter(torch.ones(3000, 3136))   # 9.4M coordinates: a sum of 75 MB, a p.grad of 38 MB
-    fused_rs_dp_step([param], max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, noise=NoiseSource(),
-                     grad_samples=[torch.ones(1, *param.shape)], backend="cpu")   # fmt: skip
+    total = PrivateSum([param], max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=1, noise=NoiseSource(),
+                       backend="cpu")   # fmt: skip
+    total.add([torch.ones(1, *param.shape)])
+    total.release()
     of_grad, of_sum = sorted(tensor.nbytes for tensor in seen)
     assert of_grad == param.nbytes
     assert 0 <= of_sum - 2 * param.nbytes <= 8 * 64   # each tile of it a multiple of 32, and a register beyond

@@ -1,7 +1,7 @@
 """Life cycle of a run: whatever happens to it, no (key, step, coordinate) makes noise twice, nothing is released
 without noise, and the ledger holds at least what reached the parameters.
 
-Recorded, not believed: NoiseSource.claim and the backends' release are wrapped and write a line for every use of a
+Recorded, not believed: NoiseSource.claim and the backends' releases are wrapped and write a line for every use of a
 key, into a file that outlives a killed process. `python -m tests.test_life_cycle drive FOLDER SEED` is the process that
 starts training processes and kills them.
 """
@@ -69,23 +69,27 @@ class Recorder:
 
         with (
             mock.patch.object(NoiseSource, "claim", claimed),
+            mock.patch.object(cpu, "step_", self.released(cpu.step_)),
             mock.patch.object(cpu, "release", self.released(cpu.release)),
             mock.patch.object(reference, "release", self.released(reference.release)),
         ):
             yield self
 
-    def released(self, release: Callable[..., None]) -> Callable[..., None]:
-        """What a release added to the exact sum, in standard deviations: [kept coordinates]."""
+    def released(self, release: Callable[..., Any]) -> Callable[..., Any]:
+        """What a release, alone or in one call with the sum, added to the exact sum, in standard deviations: [kept
+        coordinates]."""
 
-        def watched(outs: Any, total: Any, bits: Any, plan: Any, key: bytes, step: int) -> None:
+        def watched(outs: Any, *arguments: Any) -> Any:
+            *inputs, plan, key, step = arguments
             place = dict(key=key_id(key), step=step, coordinates=plan.layout.padded)
             self("use", **place)
             sums = [torch.empty_like(out, dtype=torch.float64) for out in outs]
-            release(sums, total, bits, dataclasses.replace(plan, noise_std=0.0, grid=0.0), key, step)
-            release(outs, total, bits, plan, key, step)
+            release(sums, *inputs, dataclasses.replace(plan, noise_std=0.0, grid=0.0), key, step)
+            result = release(outs, *inputs, plan, key, step)
             noise = [(out - part) * plan.expected_batch_size for out, part in zip(outs, sums, strict=True)]
             z = torch.cat([n[out != 0] for n, out in zip(noise, outs, strict=True)]) / plan.noise_std
             self("release", **place, kept=z.numel(), square=float(z.square().sum()), least=float(z.abs().min()))
+            return result
 
         return watched
 
@@ -193,11 +197,11 @@ def test_a_roll_back_in_the_same_process(tmp_path: Path) -> None:
 def test_an_exception_between_counter_and_use(backend: str, tmp_path: Path) -> None:
     """The step is wasted, not repeated; nothing is charged, because nothing was released; parameters do not move."""
     run = Run(tmp_path, backend=backend)
-    module = dict(reference=reference, cpu=cpu)[backend]
+    module, verb = dict(reference=(reference, "release"), cpu=(cpu, "step_"))[backend]
     with Recorder(tmp_path / "log").watching() as recorder:
         run.train(stop=2)
         before = [t.clone() for t in run.tensors()]
-        with mock.patch.object(module, "release", side_effect=MemoryError("in the kernel")), pytest.raises(MemoryError):
+        with mock.patch.object(module, verb, side_effect=MemoryError("in the kernel")), pytest.raises(MemoryError):
             run.step(*next(iter(run.loader))[:2])
         assert all(torch.equal(a, b) for a, b in zip(before, run.tensors(), strict=True))
         assert all(param.grad is None for param in run.model.parameters())
