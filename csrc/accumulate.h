@@ -139,7 +139,7 @@ inline void visit_part(const Pass& p) {
     for (int64_t t = part.first_tile; t < part.last_tile; ++t)
       std::memset(part.acc + 8 * p.work.tiles[t].sum, 0, 8 * padded(p.work.tiles[t].count));   // also 0 as integers
   if (a.order.split == DPRS_TWICE) return visit_part_twice(p);
-  if (p.k == 0 && part.samples > 0) p.own.asker.begin(a, p.work, part);
+  if (p.k == 0) p.own.asker.begin(a, p.work, part);
   const int64_t norms = count_of(a, part, p.k);
   for (int64_t i = 0; i == 0 || i < norms; i += a.order.at_once) {
     const bool sums = i == 0 && p.k > 0;

@@ -89,7 +89,9 @@ class Scratch {
 std::atomic<char*> Scratch::spare{nullptr};
 
 // A conversion to int32 that fails gives a number like any other, the same for all: no noise that anybody would miss.
-bool has_noise(const dprs_release& r) { return r.noise_std > 0 && r.noise_std <= r.grid * (1 << 27); }   // false for NaN
+bool noise_fits(const dprs_release& r) {   // false for NaN
+  return r.grid == 0 || (r.noise_std > 0 && r.noise_std <= r.grid * (1 << 27));
+}
 
 // The arguments of accumulate and step.
 struct Job {
@@ -105,7 +107,7 @@ struct Job {
 
 // acc, of `sums` values, += the sums of a micro-batch; or, with r and without acc, sums in memory of its own, released.
 int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
-  if (r && r->grid != 0 && !has_noise(*r)) return DPRS_NO_NOISE;
+  if (r && !noise_fits(*r)) return DPRS_NO_NOISE;
   const dprs_grads& grads = job.grads;
   const int64_t n = grads.samples, threads = job.threads;
   std::vector<Tile> tiles = make_tiles(grads.sizes, grads.params);
@@ -178,7 +180,7 @@ int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
 int64_t dprs_release_noised(const dprs_release* r, const uint32_t* keep, const void* acc, int64_t sums,
                             int64_t threads) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(r->sizes, r->params);
-  if (r->grid != 0 && !dprs::has_noise(*r)) return DPRS_NO_NOISE;
+  if (!dprs::noise_fits(*r)) return DPRS_NO_NOISE;
   if (dprs::note_kept(tiles, keep) != sums) return DPRS_OTHER_KEEP;
   const dprs::Part all = {0, static_cast<int64_t>(tiles.size()), 0, 0, const_cast<char*>(static_cast<const char*>(acc)),
                           nullptr, nullptr, nullptr, false};

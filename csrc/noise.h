@@ -6,7 +6,7 @@
 namespace dprs {
 namespace DPRS_ISA {
 
-// |z| <= 9.42 and noise_std / g < 2^21: below 2^25 in absolute value (has_noise of dispatch.cpp sees to it that it fits). `to` has
+// |z| <= 9.42 and noise_std / g < 2^21: below 2^25 in absolute value (noise_fits of dispatch.cpp sees to it that it fits). `to` has
 // room for kWord more. keep: the tile's, or null.
 inline void noise_of_tile(const dprs_release& r, const uint32_t* keep, const Tile& tile, int32_t* to) {
   Blocks<kTile / 8> list;

@@ -156,7 +156,8 @@ class PrivateSum:
             self.release()
             return
         outs = [_gradient_of(param) for param in self.params]
-        taken, total = self._taken(batches[0]), self._sum() if getattr(self._backend, "NEEDS_TOTAL", True) else None
+        taken = self._taken(batches[0])
+        total = self._sum() if getattr(self._backend, "NEEDS_TOTAL", True) else None
         stream = self._close()
         norms = fused(outs, total, taken, self._bits(), self.plan, stream.key, stream.step)
         if self._diagnostics is not None:
