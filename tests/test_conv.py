@@ -100,6 +100,14 @@ def test_layers_of_the_paper(layer, level):
     assert_true(*random_case(2, inputs, outputs, (size, size), g), g)
 
 
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_any_number_of_rows_in_a_tile(rows, level):
+    """Of a tile's input channels, and turned, of its output channels; below four input channels of its taps."""
+    for inputs, outputs in ((rows, 40), (40, rows)):
+        g = geometry((2, 3), padding=(1, 1))
+        assert_true(*random_case(2, inputs, outputs, (5, 9), g), g)
+
+
 @pytest.mark.parametrize("size", [(3, 300), (70, 70), (1, 5000), (2500, 1), (8, 8), (33, 65)])
 @pytest.mark.parametrize("inputs", [1, 4])
 def test_long_sums_of_one_sign(size, inputs, level):
@@ -138,7 +146,7 @@ def test_a_sample_does_not_depend_on_its_companions(level):
     assert torch.equal(together[4:5], alone)
 
 
-@pytest.mark.parametrize("some", [1, 3, 6, 7, 13, 16, 40])   # turned and upright tiles (conv.h)
+@pytest.mark.parametrize("some", [1, 3, 6, 7, 8, 11, 13, 16, 40])   # turned and upright tiles (conv.h)
 @pytest.mark.parametrize(("inputs", "size"), [(5, (9, 9)), (32, (16, 16)), (40, (70, 3))])
 def test_an_output_channel_does_not_depend_on_which_others_are_made(some, inputs, size, level):
     """Row masks leave channels out, and promise the bits of the whole."""
