@@ -47,15 +47,15 @@ DPRS_INLINE Rows<const T> rows_of(const dprs_grads& g, const Tile& tile, int64_t
 
 // Rows [i, i + Count) of group k of a tile, and beside them sums of group k - 1 of the tile `next`. A function for each number
 // of rows: its loops have the registers for themselves.
-template <class T, bool HasKeep, bool Pack, int Count, int Cache, class Sums>
+template <class T, bool HasKeep, bool Pack, int Count, Ask How, class Sums>
 __attribute__((noinline)) void norms_of_rows(const Pass& p, const Tile& tile, int64_t i, bool follow, double* out,
                                              const Tile* next) {
   typedef typename PackedOf<T>::type P;
   const Rows<const T> rows = rows_of<T, Count>(p.a.grads, tile, first_of(p.a, p.part, p.k) + i, p.own);
   const Rows<P> to = {Pack ? reinterpret_cast<char*>(packed_of<T>(p.part, tile, i)) : nullptr,
                       Pack ? packed_row(tile) * static_cast<int64_t>(sizeof(P)) : 0};
-  const Asked<T, Cache> asked =
-      follow ? p.own.asker.template at<Cache>(p.a, p.work, tile, rows) : behind<Cache>(p.a, rows);
+  const Asked<T, How> asked =
+      follow ? p.own.asker.template at<How>(p.a, p.work, tile, rows) : behind<How>(p.a, rows);
   Sums sums(p.a, p.part, next, p.k - 1);
   square_norms<HasKeep, Pack, Count>(rows, HasKeep ? p.a.keep + tile.padded / kWord : nullptr, tile.blocks, tile.length,
                                      p.a.clip.scales[p.a.clip.segment_of[tile.param]], asked, out + i, to,
@@ -63,28 +63,31 @@ __attribute__((noinline)) void norms_of_rows(const Pass& p, const Tile& tile, in
   sums.finish();
 }
 
-template <class T, bool HasKeep, bool Pack, int Cache>
+template <class T, bool HasKeep, bool Pack, Ask How>
 DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, double* out, const Tile* next) {
   for_rows(some, p.a.order.at_once, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
+    constexpr Ask Asks = Count < 4 && How == Ask::once ? Ask::twice : How;   // of a rest: the code that is there serves
     // Where rows are fewer than at_once, a tile is read in several turns: the first one asks, and adds sums.
     const bool first = i == some.begin, follow = first && tile.first && p.own.asker.follows(p.part);
     const Tile* sums = first ? next : nullptr;
     if constexpr (sizeof(T) < 8) {
       if (sums && TileSums<Count>::fits(p.a, p.part, *sums, p.k - 1))
-        return norms_of_rows<T, HasKeep, Pack, Count, Cache, TileSums<Count>>(p, tile, i, follow, out, sums);
+        return norms_of_rows<T, HasKeep, Pack, Count, Asks, TileSums<Count>>(p, tile, i, follow, out, sums);
     }
     if (sums) sums_of_tile(p.a, p.own, p.part, *sums, p.k - 1);
-    norms_of_rows<T, HasKeep, Pack, Count, Cache, NoSums>(p, tile, i, follow, out, nullptr);
+    norms_of_rows<T, HasKeep, Pack, Count, Asks, NoSums>(p, tile, i, follow, out, nullptr);
   });
 }
 
-// Calls visit with the cache that lines are asked into. Code for the second one is made where it can matter, since a loop for
-// each takes the compiler half as long again: with AVX2 or AVX-512, for values that wait for memory and not for arithmetic.
-template <class T, class Visit> DPRS_INLINE void with_cache(const Accumulate& a, Visit visit) {
-  if constexpr (kLanes > 2 && sizeof(T) < 8)
-    if (a.order.cache == 2) return visit(Constant<2>());
-  visit(Constant<1>());
+// Calls visit with how lines are asked for. Code for each way is made where it can matter, since a loop more takes the compiler
+// a quarter as long again: with AVX2 or AVX-512, for values that wait for memory and not for arithmetic.
+template <class T, class Visit> DPRS_INLINE void with_asking(const Accumulate& a, Visit visit) {
+  if constexpr (kLanes > 2 && sizeof(T) < 8) {
+    if (a.order.cache == 2) return visit(Way<Ask::second>());
+    if (a.order.early == 0) return visit(Way<Ask::once>());
+  }
+  visit(Way<Ask::twice>());
 }
 
 // Norms of some rows of tile t, and beside them sums of the group before of `next`, if given.
@@ -99,12 +102,12 @@ inline void norms_of_tile(const Pass& p, int64_t t, RowRange some, const Tile* n
   const bool masked = tile.kept == Kept::some, packed = tile.slot >= 0;
   with_dtype(p.a, tile, [&](auto value) {
     typedef decltype(value) T;
-    with_cache<T>(p.a, [&](auto cache) {
-      constexpr int Cache = decltype(cache)::value;
-      if (masked && packed) norms_of_tile<T, true, true, Cache>(p, tile, some, out, next);
-      else if (masked) norms_of_tile<T, true, false, Cache>(p, tile, some, out, next);
-      else if (packed) norms_of_tile<T, false, true, 1>(p, tile, some, out, next);   // was made: not in memory
-      else norms_of_tile<T, false, false, Cache>(p, tile, some, out, next);
+    with_asking<T>(p.a, [&](auto how) {
+      constexpr Ask How = decltype(how)::value;
+      if (masked && packed) norms_of_tile<T, true, true, How>(p, tile, some, out, next);
+      else if (masked) norms_of_tile<T, true, false, How>(p, tile, some, out, next);
+      else if (packed) norms_of_tile<T, false, true, Ask::twice>(p, tile, some, out, next);   // was made: not in memory
+      else norms_of_tile<T, false, false, How>(p, tile, some, out, next);
     });
   });
 }

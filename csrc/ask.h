@@ -20,19 +20,26 @@
 namespace dprs {
 namespace DPRS_ISA {
 
-// What to ask for while a tile is read, early and again, into a core's first or second cache.
-template <class T, int Cache> struct Asked {
+// How lines are asked for (order.h): once, or early and again, into a core's first cache; or twice into its second one.
+enum class Ask { once, twice, second };
+template <Ask How> struct Way {
+  static constexpr Ask value = How;
+};
+
+// What to ask for while a tile is read.
+template <class T, Ask How> struct Asked {
   Rows<const T> early, again;
 
   DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }
   DPRS_INLINE void line(int r, int v) const {   // of vector v of row r
-    ask<Cache == 1 ? Into::once : Into::second>(early[r], v);
-    ask<Cache == 1 ? Into::first : Into::second>(again[r], v);
+    if (How == Ask::twice) ask<Into::once>(early[r], v);
+    if (How == Ask::second) ask<Into::second>(early[r], v);
+    ask<How == Ask::second ? Into::second : Into::first>(again[r], v);
   }
 };
 
-// What comes behind `rows` in memory. Without an early distance: the line that is read, which costs an instruction.
-template <int Cache, class T> DPRS_INLINE Asked<T, Cache> behind(const Accumulate& a, Rows<const T> rows) {
+// What comes behind `rows` in memory. Twice without an early distance: the line that is read, which costs an instruction.
+template <Ask How, class T> DPRS_INLINE Asked<T, How> behind(const Accumulate& a, Rows<const T> rows) {
   return {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step}};
 }
 
@@ -101,9 +108,9 @@ class Asker {
   bool follows(const Part& of) const { return part == &of; }
 
   // While `tile` is read, whose rows are at `rows`.
-  template <int Cache, class T>
-  DPRS_INLINE Asked<T, Cache> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
-    if (ahead == 0) return behind<Cache>(a, rows);   // less than a tile
+  template <Ask How, class T>
+  DPRS_INLINE Asked<T, How> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
+    if (ahead == 0) return behind<How>(a, rows);   // less than a tile
     if (!is_whole(tile)) return {rows, rows.from(kBlock)};
     next(a, work);
     const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;

@@ -35,8 +35,8 @@ template <int Count> struct Squares {
 };
 
 // The squares of a word's columns, and where packing goes on.
-template <bool HasKeep, bool Pack, int Count, class T, int Cache, class P>
-DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32_t word, f32v s, Asked<T, Cache> asked,
+template <bool HasKeep, bool Pack, int Count, class T, Ask How, class P>
+DPRS_INLINE Rows<P> add_squares(Squares<Count>& sums, Rows<const T> rows, uint32_t word, f32v s, Asked<T, How> asked,
                                 Rows<P> to) {
   DPRS_UNROLL for (int v = 0; v < kVectors; ++v) {
     const uint32_t bits = some_bits(word, v * kStep, kStep);
@@ -77,9 +77,9 @@ template <int Count> DPRS_INLINE void join_block(Totals<Count>& total, const Squ
 }
 
 // fp32, bf16, fp16: the squares of columns [begin, end) of one block, and where packing goes on.
-template <bool HasKeep, bool Pack, int Count, class T, int Cache, class P>
+template <bool HasKeep, bool Pack, int Count, class T, Ask How, class P>
 DPRS_INLINE Rows<P> add_block(Totals<Count>& total, Rows<const T> rows, const uint32_t* keep, int64_t begin, int64_t end,
-                              double scale, Asked<T, Cache> asked, Rows<P> to) {
+                              double scale, Asked<T, How> asked, Rows<P> to) {
   const f32v s = f32v{} + static_cast<float>(scale);
   Squares<Count> sums = {};
   for (int64_t c = begin; c < end; c += kWord)
@@ -89,14 +89,14 @@ DPRS_INLINE Rows<P> add_block(Totals<Count>& total, Rows<const T> rows, const ui
 }
 
 // fp64: squares in float64.
-template <bool HasKeep, bool Pack, int Count, int Cache>
+template <bool HasKeep, bool Pack, int Count, Ask How>
 DPRS_INLINE Rows<double> add_block(Totals<Count>& total, Rows<const double> rows, const uint32_t* keep, int64_t begin,
-                                   int64_t end, double scale, Asked<double, Cache> asked, Rows<double> to) {
+                                   int64_t end, double scale, Asked<double, How> asked, Rows<double> to) {
   constexpr int kSums = 8 / kLanes;
   for (int64_t c = begin; c < end; c += kWord) {
     const uint32_t word = HasKeep ? keep[c / kWord] : ~0u;
     const Rows<const double> p = rows.from(c);
-    const Asked<double, Cache> next = asked.from(c);
+    const Asked<double, How> next = asked.from(c);
     DPRS_UNROLL for (int v = 0; v < kVectors; ++v) {
       const uint32_t lo = some_bits(word, v * kStep, kLanes), hi = some_bits(word, v * kStep + kLanes, kLanes);
       const int first = count_bits(lo), second = count_bits(hi);
@@ -128,14 +128,14 @@ __attribute__((noinline)) Rows<P> add_rest(Totals<Count>& total, Rows<const T> r
   }
   const Rows<const T> copy = {reinterpret_cast<char*>(values), sizeof values[0]};
   const uint32_t* words = HasKeep ? keep + begin / kWord : nullptr;
-  return add_block<HasKeep, Pack>(total, copy, words, 0, padded(end - begin), scale, Asked<T, 1>{copy, copy}, to);
+  return add_block<HasKeep, Pack>(total, copy, words, 0, padded(end - begin), scale, Asked<T, Ask::twice>{copy, copy}, to);
 }
 
 // out[r] = s^2 times the sum of squares of row r; Pack: its kept values go to `to`, and zeros behind them. beside(): called
 // after each whole block that has a kept value.
-template <bool HasKeep, bool Pack, int Count, class T, int Cache, class P, class Beside>
+template <bool HasKeep, bool Pack, int Count, class T, Ask How, class P, class Beside>
 DPRS_INLINE void square_norms(Rows<const T> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
-                              Asked<T, Cache> asked, double* out, Rows<P> to, Beside beside) {
+                              Asked<T, How> asked, double* out, Rows<P> to, Beside beside) {
   Totals<Count> total = {};
   const auto is_kept = [blocks](int64_t begin) { return !HasKeep || blocks >> begin / kBlock & 1; };   // else adds zeros
   int64_t begin = 0;
