@@ -10,12 +10,14 @@ namespace DPRS_ISA {
 // room for kWord more. keep: the tile's, or null.
 inline void noise_of_tile(const dprs_release& r, const uint32_t* keep, const Tile& tile, int32_t* to) {
   Blocks<kTile / 8> list;
-  int count = 0, place[kTile / 8] = {};   // the normals of block b are at z + 8 place[b]; those of none kept are anything
-  for (int b = 0; b < (tile.length + 7) / 8; ++b) {
-    const uint32_t bits = keep ? keep[b / 4] >> (8 * (b % 4)) & 0xff : 0xff;
-    list.set(count, tile.padded / 8 + b);
-    place[b] = count;
-    count += bits != 0;   // nothing kept: public, so skipping tells nobody anything
+  int count = 0, place[kTile / 8];   // the normals of block b are at z + 8 place[b]; those of none kept are anything
+  for (int b = 0; 8 * b < tile.length; b += 4) {
+    const uint32_t word = keep ? keep[b / 4] : ~0u;
+    for (int i = 0; i < 4; ++i) {
+      list.set(count, tile.padded / 8 + b + i);
+      place[b + i] = count;
+      count += (word >> 8 * i & 0xff) != 0;   // nothing kept: public, so skipping tells nobody anything
+    }
   }
   alignas(64) double z[kTile];
   const ChaCha20 cipher(r.key, r.step);

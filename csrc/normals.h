@@ -11,7 +11,7 @@
 namespace dprs {
 namespace DPRS_ISA {
 
-constexpr int kBatch = 64;   // blocks transformed together: their pairs take 8 KB
+constexpr int kBatch = 64;   // blocks transformed together: their pairs take 10 KB
 constexpr int kPairs = 4 * kBatch;
 constexpr int kTogether = kSets * kBlocks;   // blocks whose words are made together
 static_assert(kBatch % kTogether == 0 && kTile / 8 % kTogether == 0, "whole sets");
@@ -19,8 +19,8 @@ static_assert(kBatch % kTogether == 0 && kTile / 8 % kTogether == 0, "whole sets
 // Box-Muller for a batch of pairs, in stages. Each stage is a short loop whose turns do not wait for each other: 1.7 ns
 // a normal, where the same operations pair by pair, a chain of 100 cycles, took 2.5.
 class Pairs {
-  alignas(64) uint64_t v[kPairs];                       // angles
-  alignas(64) double a[kPairs], b[kPairs], c[kPairs];   // what a stage leaves for the next
+  alignas(64) uint64_t v[kPairs];                                  // angles
+  alignas(64) double a[kPairs], b[kPairs], c[kPairs], d[kPairs];   // what a stage leaves for the next
 
  public:
   // Pairs [at, at + kLanes) have these words.
@@ -29,10 +29,13 @@ class Pairs {
     store(a + at, to_f64(radius) + 1.0);
   }
 
-  // a = -2 ln u for u = a 2^-64.   m 2^e = a with m in [sqrt(1/2), sqrt(2)), s = (m-1)/(m+1):
-  // ln m = 2 atanh s = 2 s (1 + s^2/3 + s^4/5 + ...), |s| < 0.1716, so 11 terms reach 2^-56.
-  // Beside the division, which keeps its own part of the CPU busy: c = x of the angle, see below.
-  void minus_two_logs(int count) {
+  // a = sqrt(-2 ln u), the radius, for u = a 2^-64; (c, b) = (cos, sin) of x, where the angle 2 pi v 2^-64 is q quarter
+  // turns plus x in [-pi/4, pi/4]: v = q 2^62 + rest with |rest| <= 2^61, exact integer arithmetic.
+  //   m 2^e = a with m in [sqrt(1/2), sqrt(2)), s = (m-1)/(m+1):
+  //   ln m = 2 atanh s = 2 s (1 + s^2/3 + s^4/5 + ...), |s| < 0.1716, so 11 terms reach 2^-56.
+  // One unit of a CPU divides and takes roots, 16 and 24 cycles for 8 values on an Intel core, while the others are free: so the
+  // cosine goes beside the division, and logarithm and sine beside the root.
+  void radii_and_turns(int count) {
     for (int i = 0; i < count; i += kLanes) {
       const u64v bits = load<u64v>(a + i);
       const u64v root_half = u64v{} + 0x3fe6a09e667f3bcdull;
@@ -40,39 +43,34 @@ class Pairs {
       const u64v exponent = shifted >> 52;                          // e + 1023
       const f64v m = bitcast<f64v>(bits - ((exponent - 1023) << 52));
       store(a + i, bitcast<f64v>(exponent | 0x4330000000000000ull) - (4503599627370496.0 + 1023 + 64));
-      store(b + i, (m - 1.0) / (m + 1.0));
+      store(d + i, (m - 1.0) / (m + 1.0));
       const u64v angle = load<u64v>(v + i);
-      store(c + i, to_f64(bitcast<i64v>(angle - (quarters(angle) << 62))) *
-                       (1.5707963267948966 / 4611686018427387904.0));   // pi/2 2^-62
+      const f64v x = to_f64(bitcast<i64v>(angle - (quarters(angle) << 62))) *
+                     (1.5707963267948966 / 4611686018427387904.0);   // pi/2 2^-62
+      store(b + i, x);
+      const f64v y = x * x;
+      const f64v y2 = y * y, y4 = y2 * y2;
+      // Estrin's order, here and below: half the latency of Horner's at the same number of operations.
+      const f64v tail = ((1.0 / 24 + y * (-1.0 / 720)) + y2 * (1.0 / 40320 + y * (-1.0 / 3628800))) +
+                        y4 * ((1.0 / 479001600 + y * (-1.0 / 87178291200.0)) + y2 * (1.0 / 20922789888000.0));
+      store(c + i, 1.0 + (y2 * tail - 0.5 * y));
     }
     for (int i = 0; i < count; i += kLanes) {
-      const f64v e = load<f64v>(a + i), s = load<f64v>(b + i);
+      const f64v e = load<f64v>(a + i), s = load<f64v>(d + i);
       const f64v z = s * s;
-      // Estrin's order, here and below: half the latency of Horner's at the same number of operations.
       const f64v z2 = z * z, z4 = z2 * z2;
       const f64v p = ((1.0 / 3 + z * (1.0 / 5)) + z2 * (1.0 / 7 + z * (1.0 / 9))) +
                      z4 * (((1.0 / 11 + z * (1.0 / 13)) + z2 * (1.0 / 15 + z * (1.0 / 17))) +
                            z4 * (1.0 / 19 + z * (1.0 / 21)));
       const f64v log_m = s + s * (z * p);                           // half of ln m
-      store(a + i, -2.0 * (e * 0.6931471805599453 + 2.0 * log_m));
-    }
-  }
-
-  // (c, b) = (cos, sin) of x, where the angle 2 pi v 2^-64 is q quarter turns plus x in [-pi/4, pi/4]: v = q 2^62 +
-  // rest with |rest| <= 2^61, exact integer arithmetic. Beside it a = sqrt(a), the radius.
-  void cosines_and_sines(int count) {
-    for (int i = 0; i < count; i += kLanes) {
-      const f64v x = load<f64v>(c + i);
+      store(a + i, sqrt(-2.0 * (e * 0.6931471805599453 + 2.0 * log_m)));
+      const f64v x = load<f64v>(b + i);
       const f64v y = x * x;
       const f64v y2 = y * y, y4 = y2 * y2;
-      const f64v s_tail = ((-1.0 / 6 + y * (1.0 / 120)) + y2 * (-1.0 / 5040 + y * (1.0 / 362880))) +
-                          y4 * ((-1.0 / 39916800 + y * (1.0 / 6227020800.0)) +
-                                y2 * (-1.0 / 1307674368000.0 + y * (1.0 / 355687428096000.0)));
-      const f64v c_tail = ((1.0 / 24 + y * (-1.0 / 720)) + y2 * (1.0 / 40320 + y * (-1.0 / 3628800))) +
-                          y4 * ((1.0 / 479001600 + y * (-1.0 / 87178291200.0)) + y2 * (1.0 / 20922789888000.0));
-      store(b + i, x + x * (y * s_tail));
-      store(c + i, 1.0 + (y2 * c_tail - 0.5 * y));
-      store(a + i, sqrt(load<f64v>(a + i)));
+      const f64v tail = ((-1.0 / 6 + y * (1.0 / 120)) + y2 * (-1.0 / 5040 + y * (1.0 / 362880))) +
+                        y4 * ((-1.0 / 39916800 + y * (1.0 / 6227020800.0)) +
+                              y2 * (-1.0 / 1307674368000.0 + y * (1.0 / 355687428096000.0)));
+      store(b + i, x + x * (y * tail));
     }
   }
 
@@ -136,8 +134,7 @@ template <class Words> inline void normals_of_blocks(int64_t blocks, double* z, 
           for (int half = 0; half < 2; ++half, count += kLanes) pairs.put(count, radius[half], angle[half]);
         }
     }
-    pairs.minus_two_logs(count);
-    pairs.cosines_and_sines(count);
+    pairs.radii_and_turns(count);
     pairs.each(count, [&](int i, f64v cosine, f64v sine) {
       const int block = i / (4 * kBlocks) * kBlocks + i % kBlocks, pair = i / kBlocks % 4;
       store_pairs(z + 8 * block + 2 * pair, cosine, sine);

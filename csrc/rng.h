@@ -62,7 +62,15 @@ DPRS_INLINE void join_halves(u32v lo, u32v hi, u64v words[2]) {
 }
 
 // The lane that block i of a list has, among the kBlocks that are made together: join_halves puts them in order again.
-constexpr int lane_of_block(int i) { return i / kBlocks * kBlocks + lane_of_word(i % kBlocks); }
+struct LanesOfWords {
+  uint8_t of[kBlocks] = {};
+
+  constexpr LanesOfWords() {
+    for (int i = 0; i < kBlocks; ++i) of[i] = static_cast<uint8_t>(lane_of_word(i));
+  }
+};
+constexpr LanesOfWords kLaneOfWord;
+DPRS_INLINE int lane_of_block(int i) { return i / kBlocks * kBlocks + kLaneOfWord.of[i % kBlocks]; }
 
 // Numbers of blocks, in halves, as the cipher reads them.
 template <int Most> struct Blocks {
@@ -70,8 +78,9 @@ template <int Most> struct Blocks {
   uint32_t low[Most] = {}, high[Most] = {};
 
   DPRS_INLINE void set(int i, uint64_t block) {
-    low[lane_of_block(i)] = static_cast<uint32_t>(block);
-    high[lane_of_block(i)] = static_cast<uint32_t>(block >> 32);
+    const int lane = lane_of_block(i);
+    low[lane] = static_cast<uint32_t>(block);
+    high[lane] = static_cast<uint32_t>(block >> 32);
   }
 };
 
