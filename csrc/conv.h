@@ -23,9 +23,8 @@ namespace dprs {
 namespace DPRS_ISA {
 
 #if defined(__AVX512F__)
-// With 2 vectors: 16 accumulators, 2 loads, a broadcast: 19 of 32 registers. All of DP-CNN's convolutions take 13.0 ms in the place
-// of the 14.0 that 6 rows take (44 samples, two Xeon cores with AMX); 10, 12 and 14 rows 13.1 to 13.3, since numbers of channels are
-// multiples of 8.
+// With 2 vectors: 16 accumulators, 2 loads, a broadcast: 19 of 32 registers. All of DP-CNN's convolutions take 13.0 ms in the
+// place of the 14.0 that 6 rows take (44 samples, two Xeon cores with AMX); 10, 12 and 14 rows take 13.1 to 13.3.
 constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = 6;           // with 2 vectors: 12 accumulators, 2 loads, a broadcast: 15 of 16 registers

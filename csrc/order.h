@@ -55,6 +55,18 @@ inline dprs_make make_of_cpu() {
 //   tiles, groups of 4, 2 rows, 3 and 4 KB, second                                                                    2.7
 //   tiles, groups of 4, 4 rows, 4 and 8 KB, second        1.48 to 1.54 (1.21)   (1.61) (1.11)  1.74          1.78     2.4
 // (AMD's older cores were not at hand: they are taken for Zen 4, a guess.)
+// On two cores of a Xeon with AMX (2 MB of L2 each, some 16 MB of the shared cache for both), 18 ms for DP-CNN's gradients:
+//                                                       DP-CNN, r = 0.5         0     0.9    DP-CNN/S, r = 0.5   11M
+//   tiles, groups of 4, 4 rows at once, 1 KB            1.45 to 1.51            2.05  1.16                       2.8 to 2.9
+//   the same, 2 KB; second cache                        1.46 to 1.51; 1.48      2.06  1.17
+//   tiles, groups of 8; 16 (11M)                        1.72                    2.23                             4.1
+//   tiles, groups of 2, 2 rows, 1 or 2 KB               1.55 to 1.59            2.23  1.22
+//   tiles, groups of 1                                  1.88
+//   samples, groups of 4, 4 rows, 1 KB                  1.50                    2.2   1.16   1.20 to 1.27
+//   samples, groups of 2, 2 rows, 1 or 2 KB             1.57                                 1.40
+//   twice, groups of 32; 4                                                      2.35                             2.7; 3.0
+// Asking early by prefetchnta, as Zen 5 likes it, takes 2.8 there: such lines go past the second cache, where that CPU's own
+// reading ahead would have had them.
 inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, dprs_make make) {
   const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
   const bool shareable = exact && samples >= 16 * threads, amd = make != DPRS_ANY_MAKE, zen4 = make == DPRS_ZEN4;
