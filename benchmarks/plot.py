@@ -8,6 +8,7 @@ lose nothing. Nothing in a picture that is not in the CSV; the same CSV gives th
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rows import DATA, QUESTIONS, Row, newest_machine, read_rows, standing
 from table import fitted, nanoseconds
 
 WIDTH = 7.0          # inches, at 100 dots each: what a README shows
+LINE = 105           # characters of the smallest print
 BLUE, PALE, BLACK, GREY, ORANGE = "#0072B2", "#56B4E9", "#000000", "#999999", "#D55E00"
 SHADES = (ORANGE, "#009E73", "#CC79A7")   # lines of peers, each with a marker of its own
 MARKERS = "osD^v"
@@ -57,10 +59,8 @@ def _figure(
     figure.suptitle(title, fontsize=10.5, fontweight="bold", x=0.01, ha="left")
     last = max(rows, key=lambda row: row.date)
     threads = "1 thread" if last.threads == 1 else f"{last.threads} threads"
-    figure.supxlabel(
-        f"{note}{last.cpu}, {threads}, torch {last.torch}, commit {last.commit}; best of interleaved rounds",
-        fontsize=7, color="#555555", x=0.01, ha="left",
-    )   # fmt: skip
+    said = f"{note}{last.cpu}, {threads}, torch {last.torch}, commit {last.commit}; best of interleaved rounds"
+    figure.supxlabel(textwrap.fill(said, LINE), fontsize=7, color="#555555", x=0.01, ha="left")
     return figure, figure.subplots(lines, columns, squeeze=False)
 
 

@@ -58,7 +58,10 @@ def test_mask_properties_are_read_only(member):
         setattr(keep, member, 1)
 
 
-@pytest.mark.parametrize("module", ["grads.engine", "layout", "mask", "noise", "optimizer", "outer", "schedule", "step"])
+MODULES = ["grads.engine", "layout", "mask", "noise", "optimizer", "outer", "schedule", "step"]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"dprs_kernels.{module}"))
     assert result.failed == 0

@@ -178,3 +178,16 @@ def test_the_commands_print_a_table_and_the_files_they_wrote(tmp_path):
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("question", ROWS)
+def test_all_words_of_a_picture_are_on_it(question):
+    """Hypervisors give CPUs long names."""
+    pytest.importorskip("matplotlib")
+    import plot
+
+    cpu = "Intel(R) Xeon(R) Processor (family 6, model 167)"
+    figure = plot.PICTURES[question]([replace(one, cpu=cpu) for one in ROWS[question]()])
+    figure.draw_without_rendering()
+    said = next(text for text in figure.texts if "best of interleaved rounds" in text.get_text().replace("\n", " "))
+    assert said.get_window_extent().x1 <= figure.bbox.x1
