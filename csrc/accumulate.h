@@ -73,7 +73,8 @@ template <class T, bool HasKeep, bool Pack, Ask How>
 DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, double* out, const Tile* next) {
   for_rows(some, p.a.order.at_once, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
-    constexpr Ask Asks = Count < 4 && How == Ask::once ? Ask::twice : How;   // of a rest: the code that is there serves
+    // Rows that are asked for once are read by fours: a rest of them needs no code of its own.
+    constexpr Ask Asks = Count < 4 && How == Ask::once ? Ask::twice : How;
     // Where rows are fewer than at_once, a tile is read in several turns: the first one asks, and adds sums.
     const bool first = i == some.begin, follow = first && tile.first && p.own.asker.follows(p.part);
     const Tile* sums = first ? next : nullptr;
@@ -87,7 +88,7 @@ DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, d
 }
 
 // Calls visit with how lines are asked for. Code for each way is made where it can matter, since a loop more takes the compiler
-// a quarter as long again: with AVX2 or AVX-512, for values that wait for memory and not for arithmetic.
+// longer: with AVX2 or AVX-512, for values that wait for memory and not for arithmetic.
 template <class T, class Visit> DPRS_INLINE void with_asking(const Accumulate& a, Visit visit) {
   if constexpr (kLanes > 2 && sizeof(T) < 8) {
     if (a.order.cache == 2) return visit(Way<Ask::second>());

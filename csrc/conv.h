@@ -4,8 +4,8 @@
 //
 // For one tap (r, s) that is a matrix product over positions, and none of its operands needs unfolding: with e
 // laid out as [position][output channel] and the padded input as [position][input channel], a tile of 6 input
-// channels x 2 vectors of output channels takes 8 loads for 12 multiply-adds, for any stride, dilation and map
-// size, without horizontal sums; positions where the tap meets only padding are left out. Few input channels
+// channels x 2 vectors of output channels takes 8 loads for 12 multiply-adds (with AVX-512 8 x 2: 10 for 16), for any
+// stride, dilation and map size, without horizontal sums; positions where the tap meets only padding are left out. Few input channels
 // (a first layer, depthwise): a tile's rows are taps instead. Few output channels (what a row mask leaves): the tile is
 // turned, its rows are output channels and its vectors input channels; the same products in the same order.
 //
@@ -223,7 +223,7 @@ struct Walk {   // the positions, and how far apart they are in what is loaded a
 };
 
 // sums[row][lane] = (add: +=) sum over the walk of from_row[position + offset(row)] from_vector[position][lane]
-// Together: offset(row) = offset(0) + row. One address then serves all rows; eight of them do not fit the registers.
+// Together: offset(row) = offset(0) + row. One address then serves all rows; eight addresses do not fit the registers.
 template <int Rows, int Vectors, bool Together>
 void conv_tile(const Walk& walk, const float* from_vector, const float* from_row, const TileRows& rows, bool add) {
   const float* input[Together ? 1 : Rows];
@@ -256,33 +256,36 @@ void conv_tile(const Walk& walk, const float* from_vector, const float* from_row
 }
 
 typedef void (*ConvTile)(const Walk&, const float*, const float*, const TileRows&, bool);
-template <int Vectors, bool Together> ConvTile conv_tile_of(int64_t rows) {
-  static const ConvTile of[] = {
-      conv_tile<1, Vectors, Together>, conv_tile<2, Vectors, Together>, conv_tile<3, Vectors, Together>,
-      conv_tile<4, Vectors, Together>, conv_tile<5, Vectors, Together>, conv_tile<6, Vectors, Together>,
+// [rows - 1]. Not a static of a template: all libraries of a process would share the first one's (STB_GNU_UNIQUE).
+struct ConvTiles {
+  ConvTile of[kTileRows];
+};
+template <int Vectors, bool Together> constexpr ConvTiles conv_tiles() {
+  return {{conv_tile<1, Vectors, Together>, conv_tile<2, Vectors, Together>, conv_tile<3, Vectors, Together>,
+           conv_tile<4, Vectors, Together>, conv_tile<5, Vectors, Together>, conv_tile<6, Vectors, Together>,
 #if defined(__AVX512F__)
-      conv_tile<7, Vectors, Together>, conv_tile<8, Vectors, Together>,
+           conv_tile<7, Vectors, Together>, conv_tile<8, Vectors, Together>,
 #endif
-  };
-  static_assert(sizeof of == kTileRows * sizeof *of, "one for each number of rows");
-  return of[rows - 1];
+  }};
 }
-template <bool Together> DPRS_INLINE ConvTile conv_tile_of(int64_t rows, int vectors) {
-  return vectors == 1 ? conv_tile_of<1, Together>(rows) : conv_tile_of<2, Together>(rows);
-}
+const ConvTiles kTogether1 = conv_tiles<1, true>(), kTogether2 = conv_tiles<2, true>();
+const ConvTiles kApart1 = conv_tiles<1, false>(), kApart2 = conv_tiles<2, false>();
 
-// How many of `rest` rows to take next: whole tiles, then fours; a tile of 5 takes as long as one of 6.
+// How many of `rest` rows to take next: whole tiles, then fours: small tiles wait for their own sums. (Of 6 rows at most, a tile
+// of 5 takes as long as one of 6.)
 DPRS_INLINE int64_t next_rows(int64_t rest) {
   return rest <= kTileRows ? rest : rest < kTileRows + 4 ? 4 : kTileRows;
 }
 
-constexpr int64_t kHere = 0;   // offset of a turned tile's first row
+constexpr int64_t kNoOffset = 0;   // of a turned tile's first row
 
 // own.sums of a tile's rows and lanes. Upright: `width` input channels from `row` on, lanes are the panel's output
 // channels. Turned: `width` output channels of the panel from `row` on, lanes are input channels from `lane` on.
 inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t row, int64_t width, int64_t lane, int vectors) {
   const dprs_conv& c = f.c;
-  const ConvTile together = conv_tile_of<true>(width, vectors);   // input channels, or turned, output channels, lie so
+  // Offsets of a tile's rows are 1 apart: they are input channels, turned: output channels. But not where they are taps (narrow).
+  const ConvTile together = (vectors == 1 ? kTogether1 : kTogether2).of[width - 1];
+  const ConvTile* const apart = (vectors == 1 ? kApart1 : kApart2).of;
   const Steps of_e = {c.outputs[1] * kPanel, kPanel}, of_x = {c.stride[0] * f.line, c.stride[1] * f.pixel};
   Walk walk = {{}, {}, f.run_y, f.turned ? of_x : of_e, f.turned ? of_e : of_x};
   const int64_t count = width * f.taps;
@@ -303,7 +306,7 @@ inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t row, int
         walk.x = all_x;
         for (int64_t w = 0, some; w < count; w += some) {
           some = next_rows(count - w);
-          conv_tile_of<false>(some, vectors)(walk, own.e, x, {own.offsets + w, own.sums + w * kPanel, 1}, runs > 0);
+          apart[some - 1](walk, own.e, x, {own.offsets + w, own.sums + w * kPanel, 1}, runs > 0);
         }
       } else {
         for (int64_t r = 0, tap = 0; r < c.kernel[0]; ++r) {
@@ -312,7 +315,7 @@ inline void conv_chunk(const Filter& f, const ConvScratch& own, int64_t row, int
             walk.x = {most(all_x.begin, own.xs[s].begin), least(all_x.end, own.xs[s].end)};
             if (walk.x.end < walk.x.begin) walk.x.end = walk.x.begin;
             float* sums = own.sums + tap * kPanel;
-            if (f.turned) together(walk, x + own.offsets[tap], own.e + row, {&kHere, sums, f.taps}, runs > 0);
+            if (f.turned) together(walk, x + own.offsets[tap], own.e + row, {&kNoOffset, sums, f.taps}, runs > 0);
             else together(walk, own.e, x, {own.offsets + tap, sums, f.taps}, runs > 0);
           }
         }

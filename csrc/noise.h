@@ -11,7 +11,7 @@ namespace DPRS_ISA {
 inline void noise_of_tile(const dprs_release& r, const uint32_t* keep, const Tile& tile, int32_t* to) {
   Blocks<kTile / 8> list;
   int count = 0, place[kTile / 8];   // the normals of block b are at z + 8 place[b]; those of none kept are anything
-  for (int b = 0; 8 * b < tile.length; b += 4) {
+  for (int b = 0; 8 * b < tile.length; b += 4) {   // by words: padding, too, which is no other's, and which release leaves
     const uint32_t word = keep ? keep[b / 4] : ~0u;
     for (int i = 0; i < 4; ++i) {
       list.set(count, tile.padded / 8 + b + i);
