@@ -28,14 +28,17 @@ def named_params(params: Iterable[Any]) -> tuple[list[str], list[torch.Tensor]]:
         raise ValueError("params: got a tensor; expected a list of parameters, e.g. list(model.parameters())")
     names: list[str] = []
     tensors: list[torch.Tensor] = []
+    device: torch.device | None = None
     for i, item in enumerate(params):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (f"params[{i}]", item)
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"params: item {i} is {type(tensor).__name__}; expected a tensor or (name, tensor)")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name}: dtype {tensor.dtype} is not supported; expected one of {_dtype_names()}")
-        if tensor.device != (tensors[0].device if tensors else tensor.device):
-            raise ValueError(f"{name}: on {tensor.device}, but {names[0]} is on {tensors[0].device}; use one device")
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name}: on {tensor.device}, but {names[0]} is on {device}; use one device")
         names.append(str(name))
         tensors.append(tensor)
     if len({id(tensor) for tensor in tensors}) != len(tensors):
@@ -114,15 +117,19 @@ def _attribute(name: str, param: torch.Tensor) -> tuple[str, Any]:
 
 
 def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBatch) -> None:
+    samples: int | None = None
     for name, param, grad in zip(names, params, batch, strict=True):
         if not isinstance(grad, (torch.Tensor, OuterProducts, RowGrads)):
             raise ValueError(f"{name}: per-sample gradients are {type(grad).__name__}; expected a tensor")
-        if grad.dim() < 1 or grad.shape[1:] != param.shape:
+        shape = grad.shape   # once: torch makes a tuple of it each time
+        if len(shape) < 1 or shape[1:] != param.shape:
             raise ValueError(
-                f"{name}: per-sample gradients have shape {list(grad.shape)}; expected [N, "
+                f"{name}: per-sample gradients have shape {list(shape)}; expected [N, "
                 f"{', '.join(map(str, param.shape))}], one row per sample"
             )
-        if grad.shape[0] != batch[0].shape[0]:
+        if samples is None:
+            samples = shape[0]
+        if shape[0] != samples:
             raise ValueError(
                 f"{name}: not as many samples as {names[0]} has; all parameters need the same samples (how many is "
                 "private, and not told here)"
@@ -132,8 +139,8 @@ def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBat
             raise ValueError(f"{name}: gradients of {kind} are not supported; expected dense {_dtype_names()}")
         if grad.device != param.device:
             raise ValueError(f"{name}: per-sample gradients on {grad.device}, parameter on {param.device}")
-        if grad.dim() > MAX_DIMS:
-            raise ValueError(f"{name}: {grad.dim()} dimensions; expected at most {MAX_DIMS}")
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"{name}: {len(shape)} dimensions; expected at most {MAX_DIMS}")
 
 
 def _dtype_names() -> str:

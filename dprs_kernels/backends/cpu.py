@@ -111,14 +111,15 @@ class _Batch:
 
     def __init__(self, grads: Sequence[Grad], plan: StepPlan) -> None:
         samples, parts = grads[0].shape[0], len(grads)
-        plain = all(isinstance(grad, torch.Tensor) and grad.is_contiguous() for grad in grads)
-        entries = 0 if plain else parts * MAX_DIMS   # plain: nobody looks there
+        whole = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.is_contiguous()]
+        plain = len(whole) == parts   # the usual case: nothing more to look at
+        entries = 0 if plain else parts * MAX_DIMS
         dims, shapes, strides = [0] * parts, [0] * entries, [0] * entries
-        stored: list[torch.Tensor] = []   # the gradients, or left factors
         right: list[torch.Tensor | None] = [None] * parts
         held: list[torch.Tensor | None] = [None] * parts   # places of the kept rows
         row_sizes = [0] * parts
-        for p, grad in enumerate(grads):
+        stored = whole if plain else []   # the gradients, or left factors
+        for p, grad in enumerate(() if plain else grads):
             at = p * MAX_DIMS
             if isinstance(grad, OuterProducts):
                 left, factor = map(_factor, (grad.e, grad.a))
