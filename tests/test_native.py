@@ -287,7 +287,7 @@ def test_the_order_goes_by_sizes_and_the_cpu():
     assert chosen(ZEN5, **small, samples=31) == ("tiles", 4, 4, 2048, 0, 1)   # too few for two threads
     assert chosen(ZEN5, **small, threads=64) == ("tiles", 64, 4, 2048, 0, 1)   # and for 64, where barriers count
     assert chosen(ZEN5, **cnn) == ("samples", 2, 2, 4096, 6144, 1)
-    assert chosen(ZEN5, **cnn, threads=8) == ("tiles", 2, 2, 3072, 4096, 1)   # eight threads' sums leave that cache
+    assert chosen(ZEN5, **cnn, threads=8) == ("tiles", 2, 2, 4096, 6144, 1)   # eight threads' sums leave that cache
     assert chosen(ZEN5, **huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096, 1)
     assert chosen(ZEN5, made=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)   # outer products: made again, not stored
     assert chosen(ZEN5, again=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)
