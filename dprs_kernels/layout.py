@@ -31,7 +31,9 @@ class Layout:
     @staticmethod
     def of(params_or_shapes: Iterable[Any]) -> Layout:
         """From tensors, (name, tensor) pairs or shapes."""
-        return _layout(tuple(_shape(item, i) for i, item in enumerate(params_or_shapes)))
+        items = list(params_or_shapes)
+        return _layout(tuple([item.shape if isinstance(item, torch.Tensor) else _shape(item, i)
+                              for i, item in enumerate(items)]))   # fmt: skip
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -65,7 +67,7 @@ class Layout:
 
 @lru_cache(maxsize=64)
 def _layout(shapes: tuple[tuple[int, ...], ...]) -> Layout:
-    layout = Layout(shapes)
+    layout = Layout(tuple(map(tuple, shapes)))   # tensors have torch.Size, a tuple that is equal to its tuple
     if layout.size == 0:
         raise ValueError(
             f"params: got {len(shapes)} parameters with 0 values in all; expected at least one value. "
@@ -75,8 +77,6 @@ def _layout(shapes: tuple[tuple[int, ...], ...]) -> Layout:
 
 
 def _shape(item: Any, index: int) -> tuple[int, ...]:
-    if isinstance(item, torch.Tensor):
-        return tuple(item.shape)
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor):
         return tuple(item[1].shape)
     if isinstance(item, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in item):
