@@ -7,5 +7,11 @@ from typing import TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A real number, and not True or False, which Python counts among the integers."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """A real number that fits a float, and not True or False, which Python counts among the integers."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:   # an integer beyond 2^1024
+        return False
+    return True
