@@ -1,7 +1,7 @@
 """From result files to something to look at, from the repository's root:
 
     python -m benchmarks table                     Markdown, to standard output
-    python -m benchmarks plot                      PNG and SVG, beside the CSVs
+    python -m benchmarks plot                      pictures (PNG, SVG) and tables.md, beside the CSVs
     python -m benchmarks compare OLD.csv NEW.csv   what moved by more than the spread
 
 Running them is pytest's: pytest benchmarks/ --benchmark-only
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+HEAD = "# Results\n\nMade by `python -m benchmarks plot` from the CSVs beside it; how to read them: ../README.md."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, whatever moved; 2 where the caller can mend it, with the reason on stderr."""
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Results of the benchmarks, to look at.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, help_text in (("table", "Markdown tables"), ("plot", "pictures, PNG and SVG")):
+    for name, help_text in (("table", "Markdown tables"), ("plot", "pictures, PNG and SVG, and tables.md")):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of the CSVs")
     both = commands.add_parser("compare", help="what moved by more than the spread, as ratios")
@@ -38,17 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
+    from machines import everything
+
     if options.command == "compare":
         from compare import compare_files
 
         return compare_files(options.old, options.new)
     if options.command == "table":
-        from table import markdown
-
-        return [markdown(options.data)]
+        return [everything(options.data)]
     from plot import draw
 
-    return [str(path) for path in draw(options.data)]
+    tables = options.data / "tables.md"
+    written = draw(options.data)   # first: it says so where there is nothing to show
+    tables.write_text(f"{HEAD}\n\n{everything(options.data)}\n", encoding="utf-8")
+    return [str(path) for path in (*written, tables)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Markdown tables from benchmarks/data/*.csv alone: python -m benchmarks table
 
-One machine, the one that raced last. Losses are listed by name, not left to the reader.
+One machine, the one that raced last; machines.py has all of them. Losses are listed by name, not left to the reader.
 """
 
 from __future__ import annotations
@@ -146,12 +146,16 @@ def scaling_table(rows: Sequence[Row]) -> list[str]:
         if (slope := fitted(ours, axis)) is not None:
             read = fitted([row for row in rows if row.contender == LIMIT], axis)
             table += ["", f"Time grows as {axis}^{slope:.3f} beyond the cache (one read: {axis}^{read:.3f})."]
-    two = {c: [r.best_ms for k in (1, 2) for r in rows if (r.setting, r.contender) == (f"threads = {k}", c)]
-           for c in (OURS, LIMIT)}   # fmt: skip
-    if all(len(times) == 2 for times in two.values()):
-        step, read = (times[0] / times[1] for times in two.values())
-        table += ["", f"Two threads over one: the step {step:.2f} x, one read {read:.2f} x."]
+    if (two := two_threads(rows)) is not None:
+        table += ["", "Two threads over one: the step {:.2f} x, one read {:.2f} x.".format(*two)]
     return table
+
+
+def two_threads(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """How many times faster two threads are than one: ours, and one read."""
+    times = [[row.best_ms for k in (1, 2) for row in rows if (row.setting, row.contender) == (f"threads = {k}", name)]
+             for name in (OURS, LIMIT)]   # fmt: skip
+    return (times[0][0] / times[0][1], times[1][0] / times[1][1]) if [len(t) for t in times] == [2, 2] else None
 
 
 def fitted(rows: Sequence[Row], axis: str) -> float | None:

@@ -11,6 +11,7 @@ from tests.test_benchmark_rows import row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from machines import everything, machines_table
 from names import LIMIT, OURS
 from rows import QUESTIONS, write_rows
 from table import markdown
@@ -122,6 +123,36 @@ def test_the_table_names_machine_commit_and_libraries(data):
     assert "A CPU, cpu, 2 threads, commit abc1234; dprs_kernels 1. Best of interleaved rounds." in markdown(data)
 
 
+def test_machines_stand_side_by_side_the_newest_first(data):
+    for question, made in ROWS.items():
+        other = [replace(one, cpu="another CPU", commit="def5678", date="2030", x_limit=3.0) for one in made()]
+        write_rows(data / f"{question}.csv", [*made(), *other])
+    lines = machines_table(data)
+    assert lines[0] == "|  | another CPU | A CPU |"
+    assert "| commit | def5678 | abc1234 |" in lines
+    assert "| fused step over one read: DP-CNN, N = 256 | 3.00 | 2.00 |" in lines
+    assert "| ... DP-CNN/S, N = 2048 |  |  |" in lines   # nobody raced it
+    assert "| whole step over SGD (strongest peer over ours): DP-CNN | 1.25 (2.0) | 1.25 (2.0) |" in lines
+    assert "| ... DP-CNN with row masks, r = 0.9 | 0.80 | 0.80 |" in lines
+    assert "| one normal, one core, release included | 4.0 ns | 4.0 ns |" in lines
+    assert "| time grows as N^ (a read as) | 1.00 (1.00) | 1.00 (1.00) |" in lines
+    assert "| two threads over one (a read) | 2.00 (2.00) | 2.00 (2.00) |" in lines
+
+
+def test_one_machine_stands_beside_nobody(data):
+    assert machines_table(data) == []
+    assert everything(data) == markdown(data)
+
+
+def test_what_is_shown_is_what_the_csvs_say():
+    """data/tables.md and README's table; after a run: python -m benchmarks plot, and README's table from its file."""
+    text = everything()
+    assert text in (ROOT / "benchmarks/data/tables.md").read_text()
+    shown = (ROOT / "README.md").read_text().partition("<!-- step table -->\n")[2].partition("\n\n")[0]
+    assert shown.startswith("| ")
+    assert f"\n{shown}\n" in text
+
+
 def test_no_results_is_an_error_with_a_remedy(tmp_path):
     pytest.importorskip("matplotlib")
     from plot import draw
@@ -178,6 +209,7 @@ def test_the_commands_print_a_table_and_the_files_they_wrote(tmp_path):
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert word in done.stdout
+    assert "## One normal" in (tmp_path / "tables.md").read_text()
 
 
 @pytest.mark.parametrize("question", ROWS)
