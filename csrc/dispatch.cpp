@@ -120,7 +120,7 @@ int64_t visit(const Job& job, char* acc, int64_t sums, const dprs_release* r) {
   }
   const bool exact = job.unit > 0;
   dprs_order way = job.order ? *job.order
-                             : choose_order(row_bytes(tiles, grads), needed, n, threads, exact, make_of_cpu());
+                             : choose_order({row_bytes(tiles, grads), needed, n, threads, exact}, make_of_cpu());
   if (way.split == DPRS_SAMPLES && !exact) way.split = DPRS_TILES;   // float64 sums go by the order of samples
   const bool own = way.split == DPRS_SAMPLES;
   const int64_t slots = way.split == DPRS_TWICE ? 0 : place_slots(tiles, grads, way.group);
@@ -171,7 +171,7 @@ int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip
 }
 dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
                              int64_t exact, int64_t make) {
-  return dprs::choose_order({packed, made, again}, sums, samples, threads, exact != 0, static_cast<dprs_make>(make));
+  return dprs::choose_order({{packed, made, again}, sums, samples, threads, exact != 0}, static_cast<dprs_make>(make));
 }
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);

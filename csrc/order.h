@@ -26,26 +26,55 @@ inline dprs_make make_of_cpu() {
 #endif
 }
 
+// What the choice goes by.
+struct Sizes {
+  RowBytes row;
+  int64_t sums, samples, threads;
+  bool exact;   // sums are integers: samples may be added in any order
+
+  int64_t all() const { return row.packed + row.made + row.again; }
+  int64_t pair() const { return 2 * all() + 8 * sums; }   // slots and sums of a thread that has groups of 2 for itself
+  int64_t four() const { return 4 * all() + 8 * sums; }
+  bool shareable() const { return exact && samples >= 16 * threads; }
+  int64_t group() const {   // of a thread, whose slots stay in its cache; in fours
+    return std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all(), 1) / 4 * 4, 64);
+  }
+};
+
 // A thread that has samples for itself meets nobody and reads them end to end, where all threads' slots and sums stay in
 // caches; else threads share the tiles. How many rows are read at once, how far ahead and into which cache (ask.h), goes by the
-// CPU's make. Time of a pass in reads of the gradients at full bandwidth on two cores (11M: one tensor of as many, 16 samples):
-//                                               EPYC (Zen 5)                               Xeon (Ice Lake, commit 43cbc60)
-//                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M    DP-CNN  DP-CNN/S
-//   tiles, groups of 4, 4 rows at once, 1 KB                                               1.5     1.3 to 1.4
-//   tiles, groups of 4, 2 rows, 3 and 4 KB                                        3.4
-//   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                 3.6 to 3.8
-//   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                 3.9
-//   samples, groups of 2, 2 rows, 4 and 4 KB    1.35                       1.39
-//   samples, groups of 2, 2 rows, 4 and 6 KB    1.32                       1.32
-//   samples, groups of 2, 2 rows, 3 and 4 KB    1.35   2.46  1.21          1.79
-//   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12          1.32
-//   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                       1.70
-// A Zen 5 core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
-// times as long as all asked for. The Xeon does read ahead, is best with four streams, and its shared cache is slow: slots
-// beyond it did not pay, and what groups of 2 cost there is not known. Outer products and strided gradients are made twice
-// sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place of 58.
-// On two cores of EPYC (Zen 4), whose memory takes 9 to 11 or 16 to 18 ms for DP-CNN's gradients, by the minute; ratios to
-// the fast read, those to the slow one in brackets:
+// CPU's make. The tables below: time of a pass in reads of the gradients at full bandwidth on two cores (11M: one tensor of as
+// many, 16 samples).
+
+// Zen 5. A core reads hardly anything ahead by itself once there are stores between: half the lines not asked for take three
+// times as long as all asked for.
+//                                               DP-CNN, r = 0.5, 0, 0.9   DP-CNN/S  11M
+//   tiles, groups of 4, 2 rows, 3 and 4 KB                                          3.4
+//   tiles, groups of 2, 2 rows, 3 and 4 KB      1.60   2.15  1.41                   3.6 to 3.8
+//   tiles, groups of 2, 2 rows, 4 and 8 KB      1.62   2.26  1.42                   3.9
+//   samples, groups of 2, 2 rows, 4 and 4 KB    1.35                        1.39
+//   samples, groups of 2, 2 rows, 4 and 6 KB    1.32                        1.32
+//   samples, groups of 2, 2 rows, 3 and 4 KB    1.35   2.46  1.21           1.79
+//   samples, groups of 2, 2 rows, 4 and 8 KB    1.45   2.66  1.12           1.32
+//   samples, groups of 4, 2 rows, 4 and 8 KB    1.71                        1.70
+// That was at 88 GB/s. At 52, as another such machine has it, tiles in groups of 2 and samples, both at 4 and 6 KB, are alike
+// (1.21 and 1.22; r = 0.9: 1.11 and 1.10).
+inline dprs_order order_on_zen5(const Sizes& s) {
+  if (s.shareable() && s.pair() <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192, 1};
+  if (s.shareable() && s.threads * s.pair() <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 6144, 1};
+  // Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place
+  // of 58. Groups of 32: sums, 8 bytes a coordinate, come from memory once a group, too.
+  if (2 * (s.row.made + s.row.again) > kSharedCache) return {DPRS_TWICE, 32, 2, 4096, 8192, 1};
+  if (s.group() >= 4) return {DPRS_TILES, s.group(), 4, 2048, 0, 1};
+  if (s.pair() > kSharedCache) return {DPRS_TILES, 4, 2, 3072, 4096, 1};   // slots go to memory anyway: sums half as often
+  // A distance of a tile or more is followed from one parameter to the next, a shorter one goes on behind the row's end: 2^20
+  // coordinates in 1000 tensors (64 samples) took 13.3 ms with 3 and 4 KB, 9.3 with 4 and 6, one tensor 5.5 with both.
+  if (s.row.packed > s.row.again) return {DPRS_TILES, 2, 2, 4096, 6144, 1};
+  return {DPRS_TILES, 2, 2, 3072, 4096, 1};   // what is not packed stays in the first cache for its sums: 4 and 6 take 3 % more
+}
+
+// Zen 4, whose memory takes 9 to 11 or 16 to 18 ms for DP-CNN's gradients, by the minute; ratios to the fast read, those to the
+// slow one in brackets. AMD's older cores were not at hand: they are taken for Zen 4, a guess.
 //                                                         DP-CNN, r = 0.5         0     0.9    DP-CNN/S, r = 0.5, 0   11M
 //   samples, groups of 2, 2 rows, 4 and 8 KB, first cache         2.1 to 2.6                   2.2 to 2.6
 //   the same, second cache                                1.50 to 1.53 (1.12)   (1.9)  (1.12)  1.19 to 1.31  2.1
@@ -54,8 +83,22 @@ inline dprs_make make_of_cpu() {
 //   tiles, groups of 2, 2 rows, 3 and 4 KB, second                              (1.32)
 //   tiles, groups of 4, 2 rows, 3 and 4 KB, second                                                                    2.7
 //   tiles, groups of 4, 4 rows, 4 and 8 KB, second        1.48 to 1.54 (1.21)   (1.61) (1.11)  1.74          1.78     2.4
-// (AMD's older cores were not at hand: they are taken for Zen 4, a guess.)
-// On two cores of a Xeon with AMX (2 MB of L2 each, some 16 MB of the shared cache for both), 18 ms for DP-CNN's gradients:
+inline dprs_order order_on_zen4(const Sizes& s) {
+  // Where nothing is packed, sums load sums as often as gradients: four rows at once halve that.
+  if (s.shareable() && s.four() <= kOwnCache && s.row.again > s.row.packed) return {DPRS_SAMPLES, 4, 4, 4096, 8192, 2};
+  if (s.shareable() && s.pair() <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192, 2};
+  if (s.shareable() && s.threads * s.pair() <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 8192, 10240, 2};
+  if (2 * (s.row.made + s.row.again) > kSharedCache) return {DPRS_TWICE, 32, 2, 4096, 8192, 2};
+  if (s.group() >= 4) return {DPRS_TILES, s.group(), 4, 2048, 0, 2};
+  if (s.pair() > kSharedCache) return {DPRS_TILES, 4, 4, 4096, 8192, 2};
+  if (s.row.packed > s.row.again) return {DPRS_TILES, 2, 2, 4096, 6144, 2};   // as on Zen 5; not measured here
+  return {DPRS_TILES, 2, 2, 3072, 4096, 2};
+}
+
+// Everybody else: CPUs that read ahead by themselves, best with four streams. Two Xeons are known.
+// Ice Lake (commit 43cbc60), whose shared cache is slow, so that slots beyond a core's own did not pay: tiles, groups of 4, 4 rows
+// at once, 1 KB take 1.5 for DP-CNN, 1.3 to 1.4 for DP-CNN/S. With AMX (2 MB of L2 each, some 16 MB of the shared cache for
+// both), 18 ms for DP-CNN's gradients:
 //                                                       DP-CNN, r = 0.5         0     0.9    DP-CNN/S, r = 0.5   11M
 //   tiles, groups of 4, 4 rows at once, 1 KB            1.45 to 1.51            2.05  1.16                       2.8 to 2.9
 //   the same, 2 KB; second cache                        1.46 to 1.51; 1.48      2.06  1.17
@@ -67,31 +110,14 @@ inline dprs_make make_of_cpu() {
 //   twice, groups of 32; 4                                                      2.35                             2.7; 3.0
 // Asking early by prefetchnta, as Zen 5 likes it, takes 2.8 there: such lines go past the second cache, where that CPU's own
 // reading ahead would have had them.
-inline dprs_order choose_order(RowBytes row, int64_t sums, int64_t samples, int64_t threads, bool exact, dprs_make make) {
-  const int64_t all = row.packed + row.made + row.again, pair = 2 * all + 8 * sums;   // pair: of a thread, groups of 2
-  const bool shareable = exact && samples >= 16 * threads, amd = make != DPRS_ANY_MAKE, zen4 = make == DPRS_ZEN4;
-  const int64_t cache = zen4 ? 2 : 1;
-  const bool four = shareable && 2 * all + pair <= kOwnCache;
-  // Where nothing is packed, sums load sums as often as gradients: four rows at once halve that.
-  if (four && (!amd || (zen4 && row.again > row.packed)))
-    return amd ? dprs_order{DPRS_SAMPLES, 4, 4, 4096, 8192, cache} : dprs_order{DPRS_SAMPLES, 4, 4, 1024, 0, cache};
-  if (amd && shareable && pair <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192, cache};
-  if (amd && shareable && threads * pair <= kSharedCache / 2)
-    return zen4 ? dprs_order{DPRS_SAMPLES, 2, 2, 8192, 10240, cache} : dprs_order{DPRS_SAMPLES, 2, 2, 4096, 6144, cache};
-  // 32: sums, 8 bytes a coordinate, come from memory once a group, too.
-  if ((amd ? 2 * (row.made + row.again) : 4 * all) > kSharedCache)
-    return amd ? dprs_order{DPRS_TWICE, 32, 2, 4096, 8192, cache} : dprs_order{DPRS_TWICE, 32, 4, 1024, 0, cache};
-  const int64_t group = std::min<int64_t>(threads * kGroupCache / std::max<int64_t>(all, 1) / 4 * 4, 64);
-  if (group < 4 && amd) {
-    // A distance of a tile or more is followed from one parameter to the next, a shorter one goes on behind the row's end: 2^20
-    // coordinates in 1000 tensors (64 samples, Zen 5) took 13.3 ms with 3 and 4 KB, 9.3 with 4 and 6, one tensor 5.5 with both.
-    // But what is not packed stays in the first cache for its sums, and leaves less room there (DP-CNN, r = 0: 16.9, 17.5).
-    if (pair <= kSharedCache && row.packed > row.again) return {DPRS_TILES, 2, 2, 4096, 6144, cache};
-    if (pair <= kSharedCache) return {DPRS_TILES, 2, 2, 3072, 4096, cache};
-    // Slots go to memory anyway: 4, so that sums come from there half as often.
-    return zen4 ? dprs_order{DPRS_TILES, 4, 4, 4096, 8192, cache} : dprs_order{DPRS_TILES, 4, 2, 3072, 4096, cache};
-  }
-  return {DPRS_TILES, std::max<int64_t>(group, 4), 4, amd ? 2048 : 1024, 0, cache};
+inline dprs_order order_elsewhere(const Sizes& s) {
+  if (s.shareable() && s.four() <= kOwnCache) return {DPRS_SAMPLES, 4, 4, 1024, 0, 1};
+  if (4 * s.all() > kSharedCache) return {DPRS_TWICE, 32, 4, 1024, 0, 1};
+  return {DPRS_TILES, std::max<int64_t>(s.group(), 4), 4, 1024, 0, 1};
+}
+
+inline dprs_order choose_order(const Sizes& s, dprs_make make) {
+  return make == DPRS_ZEN5 ? order_on_zen5(s) : make == DPRS_ZEN4 ? order_on_zen4(s) : order_elsewhere(s);
 }
 
 inline int64_t touched(const Tile& tile) {   // coordinates
