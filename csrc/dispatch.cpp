@@ -12,7 +12,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 9;
+constexpr int64_t kAbi = 10;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {

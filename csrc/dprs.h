@@ -84,7 +84,7 @@ struct dprs_release {
   double grid;                 // g, a power of two; 0: no noise and no snapping
   double noise_std;            // sigma C
   double divisor;              // expected batch size
-  uint32_t key[8];
+  const uint32_t* key;         // [8]: the caller's own, never a copy
   uint64_t step;
 };
 // out = (rint(S/g) + keep rint(noise_std z / g)) g / divisor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,28 +27,33 @@ def named_params(params: Iterable[Any]) -> tuple[list[str], list[torch.Tensor]]:
     """Names (for messages and dicts) and tensors, from tensors or (name, tensor) pairs."""
     if isinstance(params, torch.Tensor):
         raise ValueError("params: got a tensor; expected a list of parameters, e.g. list(model.parameters())")
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    device: torch.device | None = None
-    for i, item in enumerate(params):
-        if isinstance(item, tuple) and len(item) == 2:
-            name, tensor = str(item[0]), item[1]
-        else:
-            name, tensor = f"params[{i}]", item
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"params: item {i} is {type(tensor).__name__}; expected a tensor or (name, tensor)")
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name}: dtype {tensor.dtype} is not supported; expected one of {_dtype_names()}")
-        if device is None:
-            device = tensor.device
-        elif tensor.device != device:
-            raise ValueError(f"{name}: on {tensor.device}, but {names[0]} is on {device}; use one device")
-        names.append(name)
-        tensors.append(tensor)
-    if len({id(tensor) for tensor in tensors}) != len(tensors):
+    items = list(params)
+    if {torch.nn.Parameter}.issuperset(map(type, items)):
+        names, tensors = list(_numbered(len(items))), items
+    else:
+        names, tensors = [], []
+        for i, item in enumerate(items):
+            name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (f"params[{i}]", item)
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"params: item {i} is {type(tensor).__name__}; expected a tensor or (name, tensor)")
+            names.append(str(name))
+            tensors.append(tensor)
+    if not DTYPES.keys() >= {tensor.dtype for tensor in tensors}:
+        name, tensor = next(pair for pair in zip(names, tensors, strict=True) if pair[1].dtype not in DTYPES)
+        raise ValueError(f"{name}: dtype {tensor.dtype} is not supported; expected one of {_dtype_names()}")
+    if len({tensor.device for tensor in tensors}) > 1:
+        device = tensors[0].device
+        name, tensor = next(pair for pair in zip(names, tensors, strict=True) if pair[1].device != device)
+        raise ValueError(f"{name}: on {tensor.device}, but {names[0]} is on {device}; use one device")
+    if len(set(map(id, tensors))) != len(tensors):
         twice = [n for n, t in zip(names, tensors, strict=True) if sum(t is other for other in tensors) > 1]
         raise ValueError(f"params: {' and '.join(twice)} are the same tensor; list a shared parameter once")
     return names, tensors
+
+
+@lru_cache(maxsize=64)
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"params[{i}]" for i in range(count))
 
 
 def micro_batches(
@@ -70,6 +76,8 @@ def micro_batches(
             f"grad_samples: got {type(grad_samples).__name__}; expected a list in the order of params, or a "
             "name -> tensor dict together with named params"
         )
+    if _plain(params, given):
+        return [given], sources
     accumulated = any(isinstance(value, (list, tuple)) for value in given)
     batches = _one_by_one(names, given) if accumulated else [given]
     for batch in batches:
@@ -90,6 +98,8 @@ def _one_by_one(names: Sequence[str], given: Sequence[Any]) -> list[MicroBatch]:
 
 
 def consume(params: Sequence[torch.Tensor], sources: Sequence[str]) -> None:
+    if not any(sources):
+        return
     for param, source in zip(params, sources, strict=True):
         if source:
             setattr(param, source, None)
@@ -157,7 +167,7 @@ def _check(names: Sequence[str], params: Sequence[torch.Tensor], batch: MicroBat
 def _plain(params: Sequence[torch.Tensor], batch: MicroBatch) -> bool:
     """Is there nothing to complain of? For the usual batch, of dense tensors, in half of the time that it takes to say
     what is wrong: a model may have a thousand of them. False where it has to be looked at."""
-    if {type(grad) for grad in batch} != {torch.Tensor} or batch[0].dim() < 1:
+    if not batch or not {torch.Tensor}.issuperset(map(type, batch)) or batch[0].dim() < 1:
         return False
     samples, device = batch[0].shape[0], params[0].device
     for param, grad in zip(params, batch, strict=True):

@@ -28,6 +28,13 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
 
+    def __hash__(self) -> int:
+        return self._hash   # plans and tables are looked up by it in every step
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.shapes)
+
     @staticmethod
     def of(params_or_shapes: Iterable[Any]) -> Layout:
         """From tensors, (name, tensor) pairs or shapes."""

@@ -12,14 +12,14 @@ import os
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 9
+ABI = 10
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -53,7 +53,7 @@ class Release(ctypes.Structure):
     """dprs_release"""
 
     _fields_ = [("params", _i64), ("sizes", _ptr), ("out", _ptr), ("dtypes", _ptr), ("unit", _f64), ("grid", _f64),
-                ("noise_std", _f64), ("divisor", _f64), ("key", ctypes.c_uint32 * 8), ("step", _u64)]   # fmt: skip
+                ("noise_std", _f64), ("divisor", _f64), ("key", ctypes.c_char_p), ("step", _u64)]   # fmt: skip
 
 
 class Conv(ctypes.Structure):
@@ -64,13 +64,14 @@ class Conv(ctypes.Structure):
                 ("dilation", _i64 * 2)]   # fmt: skip
 
 
+_grads, _clip, _release = map(ctypes.POINTER, (Grads, Clip, Release))   # which take a struct itself, too
 _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
-    "dprs_accumulate": (_i64, [_ptr, _ptr, _ptr, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
+    "dprs_accumulate": (_i64, [_grads, _ptr, _clip, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
     "dprs_choose_order": (Order, [_i64] * 8),
-    "dprs_step": (_i64, [_ptr, _ptr, _ptr, _i64, _ptr, _ptr, _ptr, _i64]),
-    "dprs_release_noised": (_i64, [_ptr, _ptr, _ptr, _i64, _i64]),
+    "dprs_step": (_i64, [_grads, _ptr, _clip, _i64, _ptr, _release, _ptr, _i64]),
+    "dprs_release_noised": (_i64, [_release, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
     "dprs_normals_from_words": (None, [_ptr, _i64, _ptr]),
     "dprs_words": (None, [_ptr, _u64, _u64, _i64, _ptr]),
@@ -142,9 +143,10 @@ class Tables:
     """
 
     def __init__(self, *tables: Sequence[float], kind: str = "q") -> None:
-        self._numbers = array(kind, chain.from_iterable(tables))
-        at = self._numbers.buffer_info()[0]
-        self.addresses = [at + 8 * begin for begin in accumulate((len(table) for table in tables[:-1]), initial=0)]
+        self._numbers = array(kind, tables[0] if len(tables) == 1 else chain.from_iterable(tables))
+        self.addresses = [self._numbers.buffer_info()[0]]
+        for table in tables[:-1]:
+            self.addresses.append(self.addresses[-1] + 8 * len(table))
 
 
 def threads() -> int:

@@ -21,9 +21,10 @@ NORM_SCALE = -36           # norms are taken of 2^-36/bound times the gradient (
 NORM_LIMIT = 2.0**61       # such a scaled norm, and above, counts as not finite
 CLIPPING = ("flat", "per_layer", "automatic")
 REDUCTIONS = ("sum", "mean")
+PLAIN = {int, float, str}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)   # equal settings are one object (make_plan): tables are looked up by identity
 class StepPlan:
     layout: Layout
     max_grad_norm: float               # C, of all segments together
@@ -46,11 +47,10 @@ class StepPlan:
         """A mean loss divides each gradient by the micro-batch's n: undo it."""
         return float(max(samples, 1)) if self.loss_reduction == "mean" else 1.0
 
-    def norm_scales(self, samples: int) -> list[float]:
+    def norm_scales(self, loss_scale: float) -> list[float]:
         """[segments] powers of two, 2^-36 over what the norm is compared with."""
-        scale = self.loss_scale(samples)
         compared = [AUTOMATIC_GAMMA if self.gamma > 0 else b if math.isfinite(b) else 1.0 for b in self.bounds]
-        return [math.ldexp(1.0, NORM_SCALE - math.frexp(c / scale)[1]) for c in compared]
+        return [math.ldexp(1.0, NORM_SCALE - math.frexp(c / loss_scale)[1]) for c in compared]
 
     def sensitivity(self, kept: int) -> float:
         """How far one sample can move the snapped sum, in L2, when `kept` coordinates are released: C, plus
@@ -84,10 +84,9 @@ def make_plan(
     clipping: str = "flat",
 ) -> StepPlan:
     """Checks every number a user can get wrong; ValueError names the argument, what was got and the remedy."""
-    numbers = (layout, max_grad_norm, noise_multiplier, expected_batch_size, loss_reduction, clipping)
+    numbers = (max_grad_norm, noise_multiplier, expected_batch_size, loss_reduction, clipping)
     # The steps of a run have the same ones. By type, too: True is equal to 1. Lists are not looked up.
-    plain = all(type(value) in (int, float, str) for value in numbers[1:])
-    return _remembered(*numbers) if plain else _checked(*numbers)
+    return (_remembered if PLAIN.issuperset(map(type, numbers)) else _checked)(layout, *numbers)
 
 
 def _checked(

@@ -68,7 +68,7 @@ def norms(grads: Sequence[torch.Tensor], keep: Sequence[torch.Tensor] | None, pl
     An n of 2^97 bounds or more is inf: the sample counts as not finite on every backend.
     """
     samples = grads[0].shape[0]
-    scales = plan.norm_scales(samples)
+    scales = plan.norm_scales(plan.loss_scale(samples))
     squares = torch.zeros(samples, len(plan.bounds), dtype=torch.float64, device=grads[0].device)
     for p, grad in enumerate(grads):
         s = plan.segment_of[p]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from dprs_kernels import backends, inputs, reference
 from dprs_kernels.allocator import in_large_pages
@@ -84,10 +85,11 @@ class PrivateSum:
         non_private_diagnostics: NonPrivateDiagnostics | None = None,
     ) -> None:
         self.names, self.params = inputs.named_params(params)
-        layout = Layout.of(self.params)
         if keep is not None and not isinstance(keep, KeepMask):
             raise ValueError(f"keep: got {type(keep).__name__}; expected a KeepMask, or None to keep everything")
-        if keep is not None and keep.layout != layout:
+        shapes = tuple([param.shape for param in self.params])
+        layout = keep.layout if keep is not None and keep.layout.shapes == shapes else Layout.of(shapes)
+        if keep is not None and keep.layout is not layout:
             raise ValueError(
                 f"keep: made for parameters of other shapes ({keep.size} coordinates in {len(keep.layout.shapes)} "
                 f"tensors; params have {layout.size} in {len(layout.shapes)}); draw it from the same list"
@@ -115,12 +117,12 @@ class PrivateSum:
         self._written = False
         self._frozen = True
 
-    @torch.no_grad()
     def add(self, grad_samples: Any = None) -> None:
         """Adds one micro-batch [N, *shape] per parameter; N = 0 is an ordinary micro-batch."""
         self._check_open("add")
         self._add(*self._micro_batches(grad_samples))
 
+    @torch.no_grad()
     def _add(self, batches: Sequence[inputs.MicroBatch], sources: Sequence[str]) -> None:
         for batch in batches:
             self._used.add(self.names, batch)
@@ -145,11 +147,11 @@ class PrivateSum:
         self._backend.release(outs, self._sum(), self._bits(), self.plan, stream.key, stream.step)
         self.__dict__.update(_total=None, _written=True)
 
-    @torch.no_grad()
     def step(self, grad_samples: Any = None) -> None:
-        """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one."""
+        """add and release, for a logical batch that is one micro-batch: a single pass where the backend has one, and
+        nobody asks for norms."""
         self._check_open("step")
-        fused = getattr(self._backend, "step_", None)
+        fused = None if self._diagnostics is not None else getattr(self._backend, "step_", None)
         batches, sources = self._micro_batches(grad_samples)
         if fused is None or len(batches) != 1 or self._total is not None:
             self._add(batches, sources)
@@ -159,9 +161,7 @@ class PrivateSum:
         taken = self._taken(batches[0])
         total = self._sum() if getattr(self._backend, "NEEDS_TOTAL", True) else None
         stream = self._close()
-        norms = fused(outs, total, taken, self._bits(), self.plan, stream.key, stream.step)
-        if self._diagnostics is not None:
-            self._diagnostics._update(norms, self.plan)
+        fused(outs, total, taken, self._bits(), self.plan, stream.key, stream.step)
         inputs.consume(self.params, sources)
         self.__dict__.update(_total=None, _written=True)
         for param, out in new:
@@ -206,6 +206,8 @@ class PrivateSum:
 
     def _check_rows(self, batch: inputs.MicroBatch) -> None:
         """Gradients of some rows go with the mask that keeps just these: nothing else says what the others are."""
+        if RowGrads not in map(type, batch):
+            return
         for p, grad in enumerate(batch):
             if isinstance(grad, RowGrads):
                 rows = None if self.keep is None else self.keep.kept_rows(p)
@@ -217,9 +219,12 @@ class PrivateSum:
 
     def _taken(self, batch: inputs.MicroBatch) -> inputs.MicroBatch:
         """As the backend takes it: what it does not make or place itself is stored."""
+        if {torch.Tensor}.issuperset(map(type, batch)):
+            return batch
         taken: tuple[type, ...] = getattr(self._backend, "TAKES", ())
         stored = tuple(kind for kind in NOT_TENSORS if kind not in taken)
-        return [grad.dense() if isinstance(grad, stored) else grad for grad in batch]
+        with torch.no_grad():
+            return [grad.dense() if isinstance(grad, stored) else grad for grad in batch]
 
     def _close(self) -> Stream:
         """No second release, whatever happens next: the sum closes before noise is made."""
@@ -325,7 +330,7 @@ def fused_rs_dp_step(
     >>> int((model.weight.grad == 0).sum() + (model.bias.grad == 0).sum())
     2
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         from dprs_kernels import ops
 
         ops.traced_step(

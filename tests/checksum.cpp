@@ -59,8 +59,8 @@ static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, doub
   std::vector<std::vector<unsigned char>> outs;
   std::vector<void*> to;
   for (int64_t s : sizes) outs.emplace_back(s * width), to.push_back(outs.back().data());
-  dprs_release r = {3, sizes.data(), to.data(), dtypes.data(), unit, std::ldexp(1.0, -20), 1.25, 16,
-                    {1, 2, 3, 4, 5, 6, 7, 8}, 99};
+  const uint32_t key[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+  dprs_release r = {3, sizes.data(), to.data(), dtypes.data(), unit, std::ldexp(1.0, -20), 1.25, 16, key, 99};
   dprs_release_noised(&r, masked ? keep.data() : nullptr, acc.data(), acc.size(), threads);
   for (auto& out : outs) h = hash(out.data(), out.size(), h);
   std::vector<double> again(n);

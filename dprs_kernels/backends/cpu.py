@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,12 +63,13 @@ def accumulate_(
 ) -> torch.Tensor:
     """total += S of one micro-batch; returns its norms [N, segments], which are private."""
     batch = _Batch(grads, plan)
+    norms = torch.empty(batch.grads.samples, len(plan.bounds), dtype=torch.float64)
     failed = native.loaded().dprs_accumulate(
-        ctypes.byref(batch.grads), _address(bits), ctypes.byref(batch.clip), plan.unit, plan.small,
-        total.data_ptr(), total.numel(), batch.norms.data_ptr(), _chosen_order(), native.threads(),
+        batch.grads, _address(bits), batch.clip, plan.unit, plan.small, total.data_ptr(), total.numel(),
+        norms.data_ptr(), _chosen_order(), native.threads(),
     )   # fmt: skip
     _check(failed, plan)
-    return batch.norms
+    return norms
 
 
 def release(
@@ -79,10 +81,11 @@ def release(
     step: int,
 ) -> None:
     """Same verb as reference.release; outs are contiguous."""
-    with _release_of(outs, plan, key, step) as job:
-        failed = native.loaded().dprs_release_noised(
-            ctypes.byref(job), _address(bits), total.data_ptr(), total.numel(), native.threads()
-        )
+    job, held = _release_of(outs, plan, key, step)
+    failed = native.loaded().dprs_release_noised(
+        job, _address(bits), total.data_ptr(), total.numel(), native.threads()
+    )
+    del held   # until here
     _check(failed, plan)
 
 
@@ -94,16 +97,16 @@ def step_(
     plan: StepPlan,
     key: bytes,
     step: int,
-) -> torch.Tensor:
-    """accumulate_ and release of a logical batch that is one micro-batch, the same bits; the kernels hold the sums."""
+) -> None:
+    """accumulate_ and release of a logical batch that is one micro-batch, the same bits; the kernels hold the sums, and
+    write no norms."""
     batch = _Batch(grads, plan)
-    with _release_of(outs, plan, key, step) as job:
-        failed = native.loaded().dprs_step(
-            ctypes.byref(batch.grads), _address(bits), ctypes.byref(batch.clip), plan.small, batch.norms.data_ptr(),
-            ctypes.byref(job), _chosen_order(), native.threads(),
-        )   # fmt: skip
+    job, held = _release_of(outs, plan, key, step)
+    failed = native.loaded().dprs_step(
+        batch.grads, _address(bits), batch.clip, plan.small, None, job, _chosen_order(), native.threads()
+    )
+    del held   # until here
     _check(failed, plan)
-    return batch.norms
 
 
 class _Batch:
@@ -112,27 +115,37 @@ class _Batch:
     def __init__(self, grads: Sequence[Grad], plan: StepPlan) -> None:
         samples = grads[0].shape[0]
         whole = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.is_contiguous()]
-        tables, held = _in_order(whole, plan) if len(whole) == len(grads) else _described(grads, plan)
-        segment_of = native.Tables(plan.segment_of)
-        numbers = native.Tables(plan.bounds, plan.norm_scales(samples), kind="d")
-        self.norms = torch.empty(samples, len(plan.bounds), dtype=torch.float64)
+        tables, held = _in_order(whole, plan.layout) if len(whole) == len(grads) else _described(grads, plan)
         self.grads = native.Grads(len(grads), samples, *tables)
-        self.clip = native.Clip(
-            len(plan.bounds), *segment_of.addresses, *numbers.addresses, NORM_LIMIT, plan.gamma,
-            plan.loss_scale(samples),
-        )   # fmt: skip
-        self._held = held, segment_of, numbers
+        self.clip, numbers = _clip_of(plan, plan.loss_scale(samples))
+        self._held = held, numbers
 
 
-def _in_order(grads: list[torch.Tensor], plan: StepPlan) -> tuple[Sequence[int], object]:
+@lru_cache(maxsize=64)
+def _clip_of(plan: StepPlan, loss_scale: float) -> tuple[native.Clip, object]:
+    """The clipping of a plan, and what must live as long."""
+    segment_of = native.Tables(plan.segment_of)
+    numbers = native.Tables(plan.bounds, plan.norm_scales(loss_scale), kind="d")
+    clip = native.Clip(
+        len(plan.bounds), *segment_of.addresses, *numbers.addresses, NORM_LIMIT, plan.gamma, loss_scale
+    )
+    return clip, (segment_of, numbers)
+
+
+@lru_cache(maxsize=64)
+def _constant(layout: Layout, dtypes: tuple[torch.dtype, ...]) -> native.Tables:
+    """Sizes, dtypes and zeros: what tensors of a kind have in common in every step."""
+    return native.Tables(layout.sizes, [DTYPES[dtype] for dtype in dtypes], (0,) * len(dtypes))
+
+
+def _in_order(grads: list[torch.Tensor], layout: Layout) -> tuple[Sequence[int], object]:
     """Where the tables of native.Grads begin, and what must live as long, of gradients that are contiguous: a row is as
     far from the next one as it is long, and there is nothing else to say. Most batches are like that, of many tensors
     some: 0.3 of the time of _described."""
-    sizes = plan.layout.sizes
-    tables = native.Tables(sizes, [grad.data_ptr() for grad in grads], [DTYPES[grad.dtype] for grad in grads],
-                           (0,) * len(grads))   # fmt: skip
-    size, data, dtype, none = tables.addresses
-    return (size, data, dtype, size, none, none, none, none, none, none), (tables, grads)
+    constant = _constant(layout, tuple([grad.dtype for grad in grads]))
+    data = native.Tables([grad.data_ptr() for grad in grads])
+    size, dtype, none = constant.addresses
+    return (size, *data.addresses, dtype, size, none, none, none, none, none, none), (constant, data, grads)
 
 
 def _described(grads: Sequence[Grad], plan: StepPlan) -> tuple[Sequence[int], object]:
@@ -172,21 +185,18 @@ def _described(grads: Sequence[Grad], plan: StepPlan) -> tuple[Sequence[int], ob
     return tables.addresses, (tables, stored, right, held)
 
 
-@contextmanager
 def _release_of(
     outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes, step: int
-) -> Iterator[native.Release]:
-    """What the kernels read of a release; this copy of the key does not linger in freed memory."""
-    tables = native.Tables(plan.layout.sizes, [out.data_ptr() for out in outs], [DTYPES[out.dtype] for out in outs])
+) -> tuple[native.Release, object]:
+    """What the kernels read of a release, and what must live as long. The key is read where it is: no copy lingers."""
+    constant = _constant(plan.layout, tuple([out.dtype for out in outs]))
+    places = native.Tables([out.data_ptr() for out in outs])
+    size, dtype, _ = constant.addresses
     job = native.Release(
-        len(outs), *tables.addresses, plan.unit, plan.grid, plan.noise_std,
-        plan.expected_batch_size, step=step,
+        len(outs), size, *places.addresses, dtype, plan.unit, plan.grid, plan.noise_std, plan.expected_batch_size,
+        key, step,
     )   # fmt: skip
-    ctypes.memmove(ctypes.addressof(job) + native.Release.key.offset, key, 32)
-    try:
-        yield job
-    finally:
-        ctypes.memset(ctypes.addressof(job), 0, ctypes.sizeof(job))
+    return job, (constant, places)
 
 
 def _chosen_order() -> Any:

@@ -91,7 +91,7 @@ def clip_words(plan: StepPlan, samples: int) -> list[int]:
     """float64 [4 + 2 segments] as bits: loss_scale, 1/h, gamma, norm limit, then (bound, scale) of each segment."""
     per_unit = 1 / plan.unit if plan.unit else 1.0
     values = [plan.loss_scale(samples), per_unit, plan.gamma, NORM_LIMIT]
-    for bound, scale in zip(plan.bounds, plan.norm_scales(samples), strict=True):
+    for bound, scale in zip(plan.bounds, plan.norm_scales(plan.loss_scale(samples)), strict=True):
         values += [bound, scale]
     return float_bits(values)
 

@@ -101,6 +101,7 @@ def release(
             )
 
 
+@torch.no_grad()
 def step_(
     outs: Sequence[torch.Tensor],
     total: torch.Tensor,
