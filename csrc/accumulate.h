@@ -60,11 +60,11 @@ __attribute__((noinline)) void norms_of_rows(const Pass& p, const Tile& tile, in
   const Rows<const T> rows = rows_of<T, Count>(p.a.grads, tile, first_of(p.a, p.part, p.k) + i, p.own);
   const Rows<P> to = {Pack ? reinterpret_cast<char*>(packed_of<T>(p.part, tile, i)) : nullptr,
                       Pack ? packed_row(tile) * static_cast<int64_t>(sizeof(P)) : 0};
-  const Asked<T, How> asked =
+  const Asks<T, How> asks =
       follow ? p.own.asker.template at<How>(p.a, p.work, tile, rows) : behind<How>(p.a, rows);
   Sums sums(p.a, p.part, next, p.k - 1);
   square_norms<HasKeep, Pack, Count>(rows, HasKeep ? p.a.keep + tile.padded / kWord : nullptr, tile.blocks, tile.length,
-                                     p.a.clip.scales[p.a.clip.segment_of[tile.param]], asked, out + i, to,
+                                     p.a.clip.scales[p.a.clip.segment_of[tile.param]], asks, out + i, to,
                                      [&] { sums.go_on(); });
   sums.finish();
 }

@@ -12,6 +12,13 @@
 // (prefetcht1) 1.2 to 1.3. The likely reason, not proven (no counters were at hand): places for lines under way to the first
 // cache are few, 24 it is said, 14 GB/s at 110 ns each where two cores read at 61, and to the second there are more.
 // What is asked for runs through tiles, rows and groups in the order of accumulate.h: a row that begins has been asked for.
+// CPUs that read ahead by themselves (a Xeon with AMX) need little: a line once, a block of columns early. Two things pay there:
+//  - Rows that are read together are asked for 64 bytes apart: those of a layer whose size is a power of two lie whole pages apart,
+//    and lines at the same place of four pages are slow (16,384 coordinates, 3,250 samples: 1.17 -> 1.12 reads). Likely reason,
+//    not proven: they go to the same part of memory at the same time.
+//  - Towards the end of a parameter the next one's rows are asked for, at the same pace; as many lines asked for all at once
+//    brought nothing. In the kernels: DP-CNN/S, 8 parameters, 1.22 -> 1.14; 26 parameters of 1024, 1.59 -> 1.38; DP-CNN 1.52 ->
+//    1.49.
 #pragma once
 #include "factors.h"
 #include "pack.h"
@@ -30,7 +37,7 @@ template <Ask How> struct Way {
 template <class T, Ask How> struct Asked {
   Rows<const T> early, again;
 
-  DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }
+  DPRS_INLINE Asked from(int64_t at) const { return {early.from(at), again.from(at)}; }   // a column
   DPRS_INLINE void line(int r, int v) const {   // of vector v of row r
     if (How == Ask::twice) ask<Into::once>(early[r], v);
     if (How == Ask::second) ask<Into::second>(early[r], v);
@@ -38,22 +45,36 @@ template <class T, Ask How> struct Asked {
   }
 };
 
+// For each column of a tile: from `turn` on it is `next`, what the tile that is read after this one asks for.
+template <class T, Ask How> struct Asks {
+  Asked<T, How> here, next;
+  int64_t turn;
+
+  DPRS_INLINE const Asked<T, How>& at(int64_t column) const { return How == Ask::once && column >= turn ? next : here; }
+};
+
 // What comes behind `rows` in memory. Twice without an early distance: the line that is read, which costs an instruction.
-template <Ask How, class T> DPRS_INLINE Asked<T, How> behind(const Accumulate& a, Rows<const T> rows) {
-  return {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step}};
+template <Ask How, class T> DPRS_INLINE Asks<T, How> behind(const Accumulate& a, Rows<const T> rows) {
+  constexpr int64_t kApart = How == Ask::once ? 64 : 0;
+  const Asked<T, How> here = {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step + kApart}};
+  return {here, here, kTile};
 }
 
-// Walks through the whole tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them.
+// Walks through the whole tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them;
+// near, through those of a block or more, one tile before.
 class Asker {
   static constexpr uint64_t kMost = 16;   // tiles: a power of two
   char* firsts[kMost];                    // of the last ones that were asked for
   int64_t steps[kMost];
   uint64_t asked, early, ahead;           // how many, and how many tiles before they are read
   int64_t rest;                           // early: bytes beyond whole tiles
+  bool near;                              // less than a tile ahead: the next tile's rows from the end of this one on
   int64_t k, i, t;                        // the next: group, row of the group, tile
   const Part* part = nullptr;
 
-  static bool is_whole(const Tile& tile) { return tile.length == kTile && tile.first && tile.kept != Kept::none; }
+  bool is_whole(const Tile& tile) const {
+    return tile.length >= (near ? kBlock : kTile) && tile.first && tile.kept != Kept::none;
+  }
 
   // To the next whole tile. What is shorter, at the end of a parameter, is asked for in passing, its first block; the rest of it
   // while that is read. Behind the last sample: the first tiles once more, of which nothing is missed.
@@ -95,12 +116,13 @@ class Asker {
     t = of.first_tile;
     for (uint64_t n = 0; n < kMost; ++n) firsts[n] = nullptr, steps[n] = 0;
     // By the width of the first whole tile; another dtype is asked for at another distance, and in part.
+    near = a.order.early == 0 && a.order.cache == 1 && a.order.ahead < 4 * kTile;   // Ask::once
     int64_t whole = t;
     while (whole < of.last_tile && !is_whole(work.tiles[whole])) ++whole;
     const bool none = whole == of.last_tile;
     const int64_t bytes = none ? 0 : kTile * width_of(a.grads.dtypes[work.tiles[whole].param]);
     early = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.early / bytes));
-    ahead = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.ahead / bytes));
+    ahead = none ? 0 : near ? 1 : static_cast<uint64_t>(least(kMost - 1, a.order.ahead / bytes));
     rest = none || early == 0 ? 0 : a.order.early % bytes;
     if (early < ahead) early = ahead;
     for (uint64_t n = 0; ahead > 0 && n < early; ++n) next(a, work);
@@ -109,12 +131,25 @@ class Asker {
 
   // While `tile` is read, whose rows are at `rows`.
   template <Ask How, class T>
-  DPRS_INLINE Asked<T, How> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
-    if (ahead == 0) return behind<How>(a, rows);   // less than a tile
-    if (!is_whole(tile)) return {rows, rows.from(kBlock)};
+  DPRS_INLINE Asks<T, How> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
+    Asks<T, How> asks = behind<How>(a, rows);
+    if (ahead == 0) return asks;   // nothing is whole
+    if (!is_whole(tile)) {
+      asks.here = {rows, rows.from(kBlock)};
+      return asks;
+    }
     next(a, work);
     const uint64_t now = (asked - 1) % kMost, again = (asked - 1 - early + ahead) % kMost;
-    return {{firsts[now] + rest, steps[now]}, {firsts[again], steps[again]}};
+    if (near) {
+      constexpr int64_t kWidth = sizeof(T);
+      const int64_t whole = tile.length / kBlock * kBlock, distance = (a.order.ahead / kWidth + kBlock - 1) / kBlock * kBlock;
+      asks.turn = whole > distance ? whole - distance : 0;
+      char* const first = firsts[now] - kWidth * asks.turn;
+      asks.next = {{first, steps[now]}, {first, steps[now] + asks.here.again.step - rows.step}};
+    } else {
+      asks.here = {{firsts[now] + rest, steps[now]}, {firsts[again], steps[again]}};
+    }
+    return asks;
   }
 };
 

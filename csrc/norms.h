@@ -135,13 +135,13 @@ __attribute__((noinline)) Rows<P> add_rest(Totals<Count>& total, Rows<const T> r
 // after each whole block that has a kept value.
 template <bool HasKeep, bool Pack, int Count, class T, Ask How, class P, class Beside>
 DPRS_INLINE void square_norms(Rows<const T> rows, const uint32_t* keep, uint32_t blocks, int64_t length, double scale,
-                              Asked<T, How> asked, double* out, Rows<P> to, Beside beside) {
+                              const Asks<T, How>& asks, double* out, Rows<P> to, Beside beside) {
   Totals<Count> total = {};
   const auto is_kept = [blocks](int64_t begin) { return !HasKeep || blocks >> begin / kBlock & 1; };   // else adds zeros
   int64_t begin = 0;
   for (; begin + kBlock <= length; begin += kBlock)
     if (is_kept(begin)) {
-      to = add_block<HasKeep, Pack>(total, rows, keep, begin, begin + kBlock, scale, asked, to);
+      to = add_block<HasKeep, Pack>(total, rows, keep, begin, begin + kBlock, scale, asks.at(begin), to);
       beside();
     }
   if (begin < length && is_kept(begin)) {

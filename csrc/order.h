@@ -98,7 +98,7 @@ inline dprs_order order_on_zen4(const Sizes& s) {
 // Everybody else: CPUs that read ahead by themselves, best with four streams. Two Xeons are known.
 // Ice Lake (commit 43cbc60), whose shared cache is slow, so that slots beyond a core's own did not pay: tiles, groups of 4, 4 rows
 // at once, 1 KB take 1.5 for DP-CNN, 1.3 to 1.4 for DP-CNN/S. With AMX (2 MB of L2 each, some 16 MB of the shared cache for
-// both), 18 ms for DP-CNN's gradients:
+// both), 18 ms for DP-CNN's gradients, before the next tile's rows were asked for (ask.h has what that brings):
 //                                                       DP-CNN, r = 0.5         0     0.9    DP-CNN/S, r = 0.5   11M
 //   tiles, groups of 4, 4 rows at once, 1 KB            1.45 to 1.51            2.05  1.16                       2.8 to 2.9
 //   the same, 2 KB; second cache                        1.46 to 1.51; 1.48      2.06  1.17

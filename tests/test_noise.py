@@ -14,6 +14,7 @@ import torch
 
 from dprs_kernels import KeepMask, NoiseSource, native, reference
 from dprs_kernels import noise as noise_module
+from dprs_kernels.backends import cpu
 from dprs_kernels.layout import Layout
 from dprs_kernels.noise import Stream, grid_of
 from dprs_kernels.plan import make_plan
@@ -100,6 +101,21 @@ def test_normals_do_not_depend_on_how_many_are_made(blocks):
     native.loaded().dprs_normals(key, 5, first, blocks, out.ctypes.data_as(ctypes.c_void_p))
     assert np.array_equal(out, native_normals(native_words(KEY, 5, first, blocks)))
     assert np.abs(out - reference.normals(reference.words(KEY, 5, first, blocks))).max() < 5e-15
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the CPU kernels")
+@pytest.mark.parametrize("key", [bytes(32), b"\7\0" * 16, bytes(31) + b"\1"])
+def test_a_release_reads_the_key_where_it_is(key):
+    """All 32 bytes of it, zeros too, and no copy of it is left for anybody to find."""
+    layout = Layout.of([(256,)])
+    plan = Setting().plan(layout)
+    total, ours, spec = torch.zeros(256 + 32, dtype=torch.int64), torch.empty(256), torch.empty(256)
+    cpu.release([ours], total, None, plan, key, 3)
+    reference.release([spec], total[:256], None, plan, key, 3)
+    assert torch.equal(ours, spec)
+    job, _held = cpu._release_of([ours], plan, key, 3)
+    address = ctypes.c_void_p.from_buffer(job, native.Release.key.offset).value
+    assert address == ctypes.cast(ctypes.c_char_p(key), ctypes.c_void_p).value
 
 
 @pytest.mark.parametrize("std", [1.0, 0.999, 1.66, 2.0, 1e-9, 3e5])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprs_kernels import KeepMask, NoiseSource, NonPrivateDiagnostics, fused_rs_dp_step
+from dprs_kernels.outer import OuterProducts
 from tests.oracle import BACKENDS, DTYPES, Setting, assert_true, random_grads, run
 
 SHAPES = [(33, 7), (5,), (1025, 3), (), (2, 3, 4, 5), (64,)]
@@ -148,6 +149,21 @@ def test_gradient_tensors_keep_shape_dtype_and_identity(backend):
     param.grad = torch.zeros(4, 3, dtype=torch.bfloat16).t()   # not contiguous: replaced, not written through
     fused_rs_dp_step([param], grad_samples=[torch.randn(2, 3, 4)], **arguments)
     assert param.grad.is_contiguous()
+
+
+@backends
+@pytest.mark.parametrize("diagnostics", [None, NonPrivateDiagnostics()])
+@pytest.mark.parametrize("bound", [1.0, math.inf])   # sums of integers have no graph, those of floats would
+def test_gradients_that_belong_to_a_graph_do_not_pull_p_grad_into_it(backend, bound, diagnostics):
+    """p.grad with a graph behind it keeps every sample's gradient alive, beyond the step that was to sum them."""
+    params = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(5, 2))]
+    e, a = (torch.randn(2, size, requires_grad=True) * 1 for size in (5, 2))
+    grads = [torch.randn(2, 3, 4, requires_grad=True) * 1, OuterProducts(e, a)]
+    fused_rs_dp_step(
+        params, grad_samples=grads, noise=NoiseSource(), backend=backend, non_private_diagnostics=diagnostics,
+        **vars(Setting(max_grad_norm=bound)),
+    )   # fmt: skip
+    assert [(p.grad.requires_grad, p.grad.grad_fn) for p in params] == [(False, None)] * 2
 
 
 @backends
