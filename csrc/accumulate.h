@@ -74,16 +74,16 @@ DPRS_INLINE void norms_of_tile(const Pass& p, const Tile& tile, RowRange some, d
   for_rows(some, p.a.order.at_once, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
     // Rows that are asked for once are read by fours: a rest of them needs no code of its own.
-    constexpr Ask Asks = Count < 4 && How == Ask::once ? Ask::twice : How;
+    constexpr Ask kAsk = Count < 4 && How == Ask::once ? Ask::twice : How;
     // Where rows are fewer than at_once, a tile is read in several turns: the first one asks, and adds sums.
     const bool first = i == some.begin, follow = first && tile.first && p.own.asker.follows(p.part);
     const Tile* sums = first ? next : nullptr;
     if constexpr (sizeof(T) < 8) {
       if (sums && TileSums<Count>::fits(p.a, p.part, *sums, p.k - 1))
-        return norms_of_rows<T, HasKeep, Pack, Count, Asks, TileSums<Count>>(p, tile, i, follow, out, sums);
+        return norms_of_rows<T, HasKeep, Pack, Count, kAsk, TileSums<Count>>(p, tile, i, follow, out, sums);
     }
     if (sums) sums_of_tile(p.a, p.own, p.part, *sums, p.k - 1);
-    norms_of_rows<T, HasKeep, Pack, Count, Asks, NoSums>(p, tile, i, follow, out, nullptr);
+    norms_of_rows<T, HasKeep, Pack, Count, kAsk, NoSums>(p, tile, i, follow, out, nullptr);
   });
 }
 

@@ -60,8 +60,9 @@ template <Ask How, class T> DPRS_INLINE Asks<T, How> behind(const Accumulate& a,
   return {here, here, kTile};
 }
 
-// Walks through the whole tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them;
-// near, through those of a block or more, one tile before.
+// Walks through the tiles that one thread's norms will read, a.order.early and a.order.ahead bytes of a row before them;
+// near, through those of a block or more, one tile before. (So it does for values that are not asked for once, as fp64: nobody
+// looks there.)
 class Asker {
   static constexpr uint64_t kMost = 16;   // tiles: a power of two
   char* firsts[kMost];                    // of the last ones that were asked for
@@ -72,7 +73,7 @@ class Asker {
   int64_t k, i, t;                        // the next: group, row of the group, tile
   const Part* part = nullptr;
 
-  bool is_whole(const Tile& tile) const {
+  bool is_followed(const Tile& tile) const {   // whole, or near: long enough
     return tile.length >= (near ? kBlock : kTile) && tile.first && tile.kept != Kept::none;
   }
 
@@ -92,7 +93,7 @@ class Asker {
       const Tile& tile = work.tiles[t++];
       if (!tile.first || tile.kept == Kept::none) continue;
       char* const first = const_cast<char*>(tile.first) + (first_of(a, *part, k) + i) * tile.step;
-      if (is_whole(tile)) {
+      if (is_followed(tile)) {
         firsts[asked % kMost] = first;
         steps[asked % kMost] = tile.step;
         break;
@@ -118,7 +119,7 @@ class Asker {
     // By the width of the first whole tile; another dtype is asked for at another distance, and in part.
     near = a.order.early == 0 && a.order.cache == 1 && a.order.ahead < 4 * kTile;   // Ask::once
     int64_t whole = t;
-    while (whole < of.last_tile && !is_whole(work.tiles[whole])) ++whole;
+    while (whole < of.last_tile && !is_followed(work.tiles[whole])) ++whole;
     const bool none = whole == of.last_tile;
     const int64_t bytes = none ? 0 : kTile * width_of(a.grads.dtypes[work.tiles[whole].param]);
     early = none ? 0 : static_cast<uint64_t>(least(kMost - 1, a.order.early / bytes));
@@ -134,7 +135,7 @@ class Asker {
   DPRS_INLINE Asks<T, How> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
     Asks<T, How> asks = behind<How>(a, rows);
     if (ahead == 0) return asks;   // nothing is whole
-    if (!is_whole(tile)) {
+    if (!is_followed(tile)) {
       asks.here = {rows, rows.from(kBlock)};
       return asks;
     }

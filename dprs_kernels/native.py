@@ -197,6 +197,7 @@ def conv_weight_grads(
     >>> arena[1, :6]
     tensor([0., 0., 0., 4., 4., 4.])
     """
+    x, e = x.resolve_neg(), e.resolve_neg()   # what is in memory is read: no sign that torch has only noted
     for name, tensor, dims in (("x", x, 4), ("e", e, 4), ("out", out, 5)):
         if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or tensor.dim() != dims:
             got = f"{tensor.dim()} dimensions, {tensor.dtype} on {tensor.device}"

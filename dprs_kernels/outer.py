@@ -28,6 +28,8 @@ class OuterProducts:
     a: torch.Tensor
 
     def __post_init__(self) -> None:
+        for name in ("e", "a"):   # kernels read what is in memory: no sign that torch has only noted
+            object.__setattr__(self, name, getattr(self, name).resolve_neg())
         for name, factor in (("e", self.e), ("a", self.a)):
             if factor.dim() != 2:
                 raise ValueError(f"{name}: got shape {list(factor.shape)}; expected two dimensions, one row per sample")

@@ -24,7 +24,7 @@ REDUCTIONS = ("sum", "mean")
 PLAIN = {int, float, str}
 
 
-@dataclass(frozen=True, eq=False)   # equal settings are one object (make_plan): tables are looked up by identity
+@dataclass(frozen=True, eq=False)   # tables are looked up by identity: steps of a run have one plan (make_plan)
 class StepPlan:
     layout: Layout
     max_grad_norm: float               # C, of all segments together

@@ -28,6 +28,7 @@ class RowGrads:
     rows: RowSet
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.values.resolve_neg())   # as OuterProducts
         if self.values.dim() < 2 or self.values.shape[1] != len(self.rows.kept):
             raise ValueError(
                 f"values: got shape {list(self.values.shape)}; expected [n, {len(self.rows.kept)}, ...], one row for "

@@ -206,7 +206,7 @@ class PrivateSum:
 
     def _check_rows(self, batch: inputs.MicroBatch) -> None:
         """Gradients of some rows go with the mask that keeps just these: nothing else says what the others are."""
-        if RowGrads not in map(type, batch):
+        if {torch.Tensor}.issuperset(map(type, batch)):
             return
         for p, grad in enumerate(batch):
             if isinstance(grad, RowGrads):
@@ -218,13 +218,15 @@ class PrivateSum:
                     )
 
     def _taken(self, batch: inputs.MicroBatch) -> inputs.MicroBatch:
-        """As the backend takes it: what it does not make or place itself is stored."""
-        if {torch.Tensor}.issuperset(map(type, batch)):
+        """As the backend takes it: what it does not make or place itself is stored, and so are signs that torch has
+        only noted (`.imag` of a conjugate), since kernels read what is in memory."""
+        if all(type(grad) is torch.Tensor and not grad.is_neg() for grad in batch):
             return batch
         taken: tuple[type, ...] = getattr(self._backend, "TAKES", ())
         stored = tuple(kind for kind in NOT_TENSORS if kind not in taken)
         with torch.no_grad():
-            return [grad.dense() if isinstance(grad, stored) else grad for grad in batch]
+            dense = [grad.dense() if isinstance(grad, stored) else grad for grad in batch]
+            return [grad.resolve_neg() if isinstance(grad, torch.Tensor) else grad for grad in dense]
 
     def _close(self) -> Stream:
         """No second release, whatever happens next: the sum closes before noise is made."""
@@ -277,7 +279,7 @@ def _gradients_of(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], l
     new: list[tuple[torch.Tensor, torch.Tensor]] = []
     for param in params:
         out = param.grad
-        if out is None or out.dtype != param.dtype or not out.is_contiguous() or out.requires_grad:
+        if out is None or out.dtype != param.dtype or not out.is_contiguous() or out.requires_grad or out.is_neg():
             out = in_large_pages(torch.empty(param.shape, dtype=param.dtype, device=param.device))
             new.append((param, out))
         outs.append(out)

@@ -17,9 +17,10 @@ static uint64_t hash(const void* data, size_t bytes, uint64_t h) {
   return h;
 }
 
-static const dprs_order kSomeTiles = {DPRS_TILES, 4, 4, 1024}, kRowByRow = {DPRS_SAMPLES, 4, 1, 8192},
-                        kTwoRows = {DPRS_TILES, 2, 2, 4096}, kTwice = {DPRS_TWICE, 4, 4, 1024};
-static const dprs_order* const kOrders[] = {nullptr, &kSomeTiles, &kRowByRow, &kTwoRows, &kTwice};   // first: chosen
+static const dprs_order kSomeTiles = {DPRS_TILES, 4, 4, 1024, 0, 1}, kFourSamples = {DPRS_SAMPLES, 4, 4, 1024, 0, 1},
+                        kRowByRow = {DPRS_SAMPLES, 4, 1, 4096, 8192, 1}, kTwoRows = {DPRS_TILES, 2, 2, 4096, 6144, 2},
+                        kTwice = {DPRS_TWICE, 4, 4, 1024, 0, 1};
+static const dprs_order* const kOrders[] = {nullptr, &kSomeTiles, &kFourSamples, &kRowByRow, &kTwoRows, &kTwice};   // 0: chosen
 
 static uint64_t one(int64_t dtype, bool masked, double unit, int64_t small, double gamma, int64_t threads,
                     const dprs_order* order) {

@@ -160,6 +160,15 @@ def test_an_output_channel_does_not_depend_on_which_others_are_made(some, inputs
         assert torch.equal(part, whole[:, chosen])
 
 
+def test_signs_that_torch_has_only_noted_are_seen():
+    g = geometry((3, 3))
+    x, e, _, view = random_case(2, 3, 4, (6, 6), g)
+    native.conv_weight_grads(x, e, view, **g)
+    expected = view.clone()
+    native.conv_weight_grads(torch._neg_view(-x), e, view, **g)
+    assert torch.equal(view, expected)
+
+
 def test_accumulate_adds_once(level):
     g = geometry((3, 2), padding=(1, 0))
     x, e, arena, view = random_case(3, 5, 18, (7, 6), g)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dprs_kernels import KeepMask, NoiseSource, PrivateSum, allocator
 from dprs_kernels.grads.arena import Arena
-from dprs_kernels.grads.engine import Stream, StreamingEngine, even_size, micro_batch_size
+from dprs_kernels.grads.engine import Stream, StreamingEngine, micro_batch_size
 from dprs_kernels.grads.hooks import per_sample
 from dprs_kernels.outer import OuterProducts
 from tests.test_hooks import Scale, agree
@@ -285,18 +285,13 @@ class TestEngine:
         kept = list(stream(nn.MSELoss(), torch.randn(4, 1, 5), torch.zeros(4, 2, 3)))
         assert kept == [{}, {}]   # their memory was written again
 
-    def test_micro_batches_are_of_about_one_size(self):
+    def test_one_sample_more_changes_the_last_micro_batch_only(self):
         stream = Stream(per_sample(nn.Linear(3, 2)), max_physical_batch_size=44)
-        for samples, sizes in ((64, [32, 32]), (44, [44]), (45, [24, 21]), (100, [36, 36, 28]), (0, [0])):
+        for samples in (0, 1, 43, 44, 45, 64, 88, 89):
             grads = stream(nn.MSELoss(), torch.ones(samples, 3), torch.ones(samples, 2))
-            assert [len(part["bias"]) for part in grads] == sizes
-
-    def test_no_more_of_them_than_there_must_be_and_none_too_large(self):
-        for most in (1, 2, 3, 5, 44, 100):
-            for samples in range(300):
-                size = even_size(samples, most)
-                assert size <= most
-                assert -(-samples // size) == -(-samples // most)
+            sizes = [len(part["bias"]) for part in grads]
+            assert sizes[:-1] == [44] * ((samples - 1) // 44)
+            assert sum(sizes) == samples
 
     @pytest.mark.parametrize(("kept", "expected"), [(0, (32, 724, 1)), (2**30, (44, 964, 1))])
     def test_the_micro_batch_follows_from_the_size_of_a_row(self, monkeypatch, kept, expected):

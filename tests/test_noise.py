@@ -106,7 +106,7 @@ def test_normals_do_not_depend_on_how_many_are_made(blocks):
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the CPU kernels")
 @pytest.mark.parametrize("key", [bytes(32), b"\7\0" * 16, bytes(31) + b"\1"])
 def test_a_release_reads_the_key_where_it_is(key):
-    """All 32 bytes of it, zeros too, and no copy of it is left for anybody to find."""
+    """All 32 bytes of it, zeros too; the struct has none that would stay behind in memory that Python frees."""
     layout = Layout.of([(256,)])
     plan = Setting().plan(layout)
     total, ours, spec = torch.zeros(256 + 32, dtype=torch.int64), torch.empty(256), torch.empty(256)

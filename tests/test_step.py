@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dprs_kernels import KeepMask, NoiseSource, NonPrivateDiagnostics, fused_rs_dp_step
 from dprs_kernels.outer import OuterProducts
+from dprs_kernels.row_grads import RowGrads
 from tests.oracle import BACKENDS, DTYPES, Setting, assert_true, random_grads, run
 
 SHAPES = [(33, 7), (5,), (1025, 3), (), (2, 3, 4, 5), (64,)]
@@ -152,18 +153,46 @@ def test_gradient_tensors_keep_shape_dtype_and_identity(backend):
 
 
 @backends
-@pytest.mark.parametrize("diagnostics", [None, NonPrivateDiagnostics()])
+@pytest.mark.parametrize("looking", [False, True])
 @pytest.mark.parametrize("bound", [1.0, math.inf])   # sums of integers have no graph, those of floats would
-def test_gradients_that_belong_to_a_graph_do_not_pull_p_grad_into_it(backend, bound, diagnostics):
+def test_gradients_that_belong_to_a_graph_do_not_pull_p_grad_into_it(backend, bound, looking):
     """p.grad with a graph behind it keeps every sample's gradient alive, beyond the step that was to sum them."""
     params = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(5, 2))]
     e, a = (torch.randn(2, size, requires_grad=True) * 1 for size in (5, 2))
     grads = [torch.randn(2, 3, 4, requires_grad=True) * 1, OuterProducts(e, a)]
     fused_rs_dp_step(
-        params, grad_samples=grads, noise=NoiseSource(), backend=backend, non_private_diagnostics=diagnostics,
-        **vars(Setting(max_grad_norm=bound)),
+        params, grad_samples=grads, noise=NoiseSource(), backend=backend,
+        non_private_diagnostics=NonPrivateDiagnostics() if looking else None, **vars(Setting(max_grad_norm=bound)),
     )   # fmt: skip
     assert [(p.grad.requires_grad, p.grad.grad_fn) for p in params] == [(False, None)] * 2
+
+
+def negative_view(tensor):
+    """The same numbers, of which torch has only noted that they are to be negated, as `.imag` of a conjugate does."""
+    return torch._neg_view(-tensor)
+
+
+@backends
+@pytest.mark.parametrize("samples", [1, 5])
+def test_signs_that_torch_has_only_noted_are_seen(backend, samples):
+    shapes = [(7, 3), (5, 2), (9,), (4, 6)]
+    keep = KeepMask.draw(shapes, drop_rate=0.5, seed=0, draw=0, structure="row")
+    rows = keep.kept_rows(3)
+    e, a, values = torch.randn(samples, 5), torch.randn(samples, 2), torch.randn(samples, len(rows.kept), 6)
+    full, conjugate = torch.randn(samples, 7, 3), torch.randn(samples, 9, dtype=torch.complex64).conj().imag
+    plain = [full, OuterProducts(e, a), conjugate.resolve_neg(), RowGrads(values, rows)]
+    noted = [negative_view(full), OuterProducts(negative_view(e), a), conjugate, RowGrads(negative_view(values), rows)]
+    found = []
+    for grads in (plain, noted):
+        params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes]
+        if grads is noted:
+            params[0].grad = torch._neg_view(torch.zeros(7, 3))   # not written to as if it were an ordinary one
+        fused_rs_dp_step(
+            params, keep=keep, grad_samples=grads, noise=NoiseSource.seeded_for_tests(3), backend=backend,
+            **vars(Setting()),
+        )   # fmt: skip
+        found.append([p.grad.resolve_neg() for p in params])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @backends
@@ -178,11 +207,12 @@ def test_inputs_are_not_written(backend):
 def test_diagnostics_are_opt_in_and_right(backend):
     grads = random_grads([(30,)], 7, scale=0.2)
     grads[0][2, 3] = math.nan
-    seen = NonPrivateDiagnostics()
+    seen, param = NonPrivateDiagnostics(), torch.nn.Parameter(torch.zeros(30))
     fused_rs_dp_step(
-        [torch.nn.Parameter(torch.zeros(30))], grad_samples=grads, noise=NoiseSource(), backend=backend,
+        [param], grad_samples=grads, noise=NoiseSource.seeded_for_tests(0), backend=backend,
         non_private_diagnostics=seen, **vars(Setting()),
     )   # fmt: skip
+    assert torch.equal(param.grad, run(backend, grads, None, Setting())[0])   # looking changes no bit
     expected = grads[0].double().norm(dim=1).nan_to_num(math.inf)
     assert seen.norms.shape == (7, 1)
     assert torch.allclose(seen.norms[:, 0], expected, rtol=2.0**-20)

@@ -188,7 +188,8 @@ def _described(grads: Sequence[Grad], plan: StepPlan) -> tuple[Sequence[int], ob
 def _release_of(
     outs: Sequence[torch.Tensor], plan: StepPlan, key: bytes, step: int
 ) -> tuple[native.Release, object]:
-    """What the kernels read of a release, and what must live as long. The key is read where it is: no copy lingers."""
+    """What the kernels read of a release, and what must live as long. The key is read where it is: the
+    struct has no copy, which would stay behind in memory that Python frees."""
     constant = _constant(plan.layout, tuple([out.dtype for out in outs]))
     places = native.Tables([out.data_ptr() for out in outs])
     size, dtype, _ = constant.addresses

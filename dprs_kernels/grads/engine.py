@@ -41,20 +41,6 @@ def micro_batch_size(params: Named) -> int:
     return samples if samples < ROWS_AT_ONCE else samples // ROWS_AT_ONCE * ROWS_AT_ONCE
 
 
-def even_size(samples: int, most: int) -> int:
-    """Of micro-batches of about one size, as few as there must be: a small rest costs as many calls as a whole one.
-    (A transformer's 64 samples: 95.5 ms as 32 and 32, 97.1 as 44 and 20.)
-
-    >>> even_size(64, 44), even_size(256, 44), even_size(65, 64), even_size(10, 3), even_size(0, 44)
-    (32, 44, 36, 3, 44)
-    """
-    parts = -(-samples // most)
-    if parts == 0:
-        return most
-    even = -(-samples // parts)
-    return min(-(-even // ROWS_AT_ONCE) * ROWS_AT_ONCE, most)
-
-
 class Stream:
     """A source, a micro-batch at a time: iterate, and fold each before the next is made.
 
@@ -82,9 +68,10 @@ class Stream:
         into = source.grads_into if isinstance(source, StreamingSource) else None
         if rows and into is None:
             self._say_whole()
-        size = even_size(n, self.micro_batch)
-        for start in range(0, max(n, 1), size):
-            some = slice(start, start + size)
+        # Not n in equal parts, 1.6 % quicker for 64 samples of a transformer: n is private, and how a product is
+        # rounded may go by its size, so that one sample more would move all others' gradients (SECURITY.md).
+        for start in range(0, max(n, 1), self.micro_batch):
+            some = slice(start, start + self.micro_batch)
             part = loss_fn, _rows(x, some), _rows(y, some)
             self._arena.recycle()   # what lies there was folded
             found: Mapping[str, Grad] = source.grads(*part) if into is None else into(self._arena, *part)

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dprs_kernels.grads.engine import even_size
-
 
 @dataclass(frozen=True)
 class PlainRatio:
@@ -48,7 +46,7 @@ class PlainTwin:
 
     def step(self, x: torch.Tensor, y: torch.Tensor, private_seconds: float) -> None:
         way = list(self.sizes)[self._steps % 2]
-        size, start = even_size(len(x), self.sizes[way] or max(len(x), 1)), time.perf_counter()
+        size, start = self.sizes[way] or max(len(x), 1), time.perf_counter()
         self.optimizer.zero_grad()
         for part_x, part_y in zip(x.split(size), y.split(size), strict=True):
             (functional.cross_entropy(self.model(part_x), part_y, reduction="sum") / self.batch).backward()
