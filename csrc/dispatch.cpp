@@ -12,7 +12,7 @@
 namespace dprs {
 namespace {
 
-constexpr int64_t kAbi = 10;
+constexpr int64_t kAbi = 11;
 constexpr int64_t kLevels = 3;
 
 const Kernels* table(int64_t level) {
@@ -169,9 +169,9 @@ int64_t dprs_step(const dprs_grads* grads, const uint32_t* keep, const dprs_clip
                   const dprs_release* r, const dprs_order* order, int64_t threads) {
   return dprs::visit({*grads, keep, *clip, r->unit, small != 0, norms, order, threads}, nullptr, 0, r);
 }
-dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
-                             int64_t exact, int64_t make) {
-  return dprs::choose_order({{packed, made, again}, sums, samples, threads, exact != 0}, static_cast<dprs_make>(make));
+dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t whole, int64_t sums, int64_t samples,
+                             int64_t threads, int64_t exact, int64_t make) {
+  return dprs::choose_order({{packed, made, again, whole}, sums, samples, threads, exact != 0}, static_cast<dprs_make>(make));
 }
 int64_t dprs_sums(const int64_t* sizes, int64_t params, const uint32_t* keep) {
   std::vector<dprs::Tile> tiles = dprs::make_tiles(sizes, params);

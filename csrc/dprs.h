@@ -72,8 +72,8 @@ int64_t dprs_accumulate(const dprs_grads* grads, const uint32_t* keep, const dpr
 // A CPU's make, as far as orders go by it (order.h).
 enum dprs_make { DPRS_ANY_MAKE = 0, DPRS_ZEN5 = 1, DPRS_ZEN4 = 2 };
 // What is chosen for samples that have as many bytes (RowBytes of tiles.h) for sums to read: for tests.
-dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t sums, int64_t samples, int64_t threads,
-                             int64_t exact, int64_t make);
+dprs_order dprs_choose_order(int64_t packed, int64_t made, int64_t again, int64_t whole, int64_t sums, int64_t samples,
+                             int64_t threads, int64_t exact, int64_t make);
 
 struct dprs_release {
   int64_t params;

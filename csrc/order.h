@@ -66,7 +66,15 @@ inline dprs_order order_on_zen5(const Sizes& s) {
   // of 58. Groups of 32: sums, 8 bytes a coordinate, come from memory once a group, too.
   if (2 * (s.row.made + s.row.again) > kSharedCache) return {DPRS_TWICE, 32, 2, 4096, 8192, 1};
   if (s.group() >= 4) return {DPRS_TILES, s.group(), 4, 2048, 0, 1};
-  if (s.pair() > kSharedCache) return {DPRS_TILES, 4, 2, 3072, 4096, 1};   // slots go to memory anyway: sums half as often
+  if (s.pair() > kSharedCache) {
+    // Packed values go to memory and come back, and before they go the lines for them come: three times their bytes. Of 16 bits,
+    // which are packed in 32, or where most is kept, reading gradients again is less. 11M, 16 samples, packed and read twice, ms:
+    //   r        0.25        0.4         0.5         0.7         0.9
+    //   bf16     48.6 34.3               44.7 35.1   32.2 29.3   17.4 23.1
+    //   fp32     50.5 45.6   44.5 43.3   the same
+    if (20 * s.row.packed > 11 * s.row.whole) return {DPRS_TWICE, 32, 2, 4096, 8192, 1};
+    return {DPRS_TILES, 4, 2, 3072, 4096, 1};   // sums half as often
+  }
   // A distance of a tile or more is followed from one parameter to the next, a shorter one goes on behind the row's end: 2^20
   // coordinates in 1000 tensors (64 samples) took 13.3 ms with 3 and 4 KB, 9.3 with 4 and 6, one tensor 5.5 with both.
   if (s.row.packed > s.row.again) return {DPRS_TILES, 2, 2, 4096, 6144, 1};

@@ -99,15 +99,17 @@ inline int64_t slot_bytes(const dprs_grads& g, const Tile& tile) {   // of one s
 }
 
 // What one sample has for sums to read, in bytes: packed values of gradients that lie one after another, packed values of
-// those that are gathered or made, and gradients that are read again where they lie.
+// those that are gathered or made, and gradients that are read again where they lie; and what the first would be, read again.
 struct RowBytes {
-  int64_t packed, made, again;
+  int64_t packed, made, again, whole;
 };
 inline RowBytes row_bytes(const std::vector<Tile>& tiles, const dprs_grads& g) {
-  RowBytes row = {0, 0, 0};
+  RowBytes row = {0, 0, 0, 0};
   for (const Tile& tile : tiles) {
-    if (is_packed(tile)) (tile.first ? row.packed : row.made) += slot_bytes(g, tile);
-    else row.again += tile.count * width_of(g.dtypes[tile.param]);
+    const int64_t width = width_of(g.dtypes[tile.param]);
+    if (!is_packed(tile)) row.again += tile.count * width;
+    else if (!tile.first) row.made += slot_bytes(g, tile);
+    else row.packed += slot_bytes(g, tile), row.whole += tile.length * width;
   }
   return row;
 }

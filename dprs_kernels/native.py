@@ -19,7 +19,7 @@ import torch
 
 from dprs_kernels.layout import WORD, Layout
 
-ABI = 10
+ABI = 11
 MAX_DIMS = 16
 PATH = Path(__file__).with_name("_cpu_kernels.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -69,7 +69,7 @@ _SIGNATURES = {
     "dprs_abi": (_i64, []),
     "dprs_sums": (_i64, [_ptr, _i64, _ptr]),
     "dprs_accumulate": (_i64, [_grads, _ptr, _clip, _f64, _i64, _ptr, _i64, _ptr, _ptr, _i64]),
-    "dprs_choose_order": (Order, [_i64] * 8),
+    "dprs_choose_order": (Order, [_i64] * 9),
     "dprs_step": (_i64, [_grads, _ptr, _clip, _i64, _ptr, _release, _ptr, _i64]),
     "dprs_release_noised": (_i64, [_release, _ptr, _ptr, _i64, _i64]),
     "dprs_normals": (None, [_ptr, _u64, _u64, _i64, _ptr]),
