@@ -110,17 +110,18 @@ def step_(
     plan: StepPlan,
     key: bytes | torch.Tensor,
     step: int,
-) -> None:
+) -> torch.Tensor:
     """accumulate_ and release of a logical batch that is one micro-batch: one launch where design B serves. Tiles of
-    kept rows cannot release, because nobody would write the others: there the release is a launch of its own."""
+    kept rows cannot release, because nobody would write the others: there the release is a launch of its own. Returns
+    norms, which the kernels need and which are private; a step leaves them."""
     with on(total.device):
         batch = _Batch.of(grads, plan)
         one_launch = batch.one_pass is not None and batch.samples > 0 and not batch.by_rows
         if not one_launch or plan.grid == 0 or len({out.dtype for out in outs}) > 1:
-            _accumulate(total, batch, bits, plan)
+            norms = _accumulate(total, batch, bits, plan)
             release(outs, total, bits, plan, key, step)
-        else:
-            _one_pass(total, batch, bits, plan, _Target.of(outs, plan, key, step, batch.device))
+            return norms
+        return _one_pass(total, batch, bits, plan, _Target.of(outs, plan, key, step, batch.device))
 
 
 def _accumulate(total: torch.Tensor, batch: _Batch, bits: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
