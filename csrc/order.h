@@ -62,19 +62,19 @@ struct Sizes {
 inline dprs_order order_on_zen5(const Sizes& s) {
   if (s.shareable() && s.pair() <= kOwnCache) return {DPRS_SAMPLES, 2, 2, 4096, 8192, 1};
   if (s.shareable() && s.threads * s.pair() <= kSharedCache / 2) return {DPRS_SAMPLES, 2, 2, 4096, 6144, 1};
-  // Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096 in 26 ms in the place
-  // of 58. Groups of 32: sums, 8 bytes a coordinate, come from memory once a group, too.
-  if (2 * (s.row.made + s.row.again) > kSharedCache) return {DPRS_TWICE, 32, 2, 4096, 8192, 1};
+  // Rows that no cache holds. Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096
+  // in 26 ms in the place of 58. Packed values go to memory and come back, and before they go the lines for them come: three times
+  // their bytes. Where most is kept, or of 16 bits, which are packed in 32, reading gradients again is less. 11M coordinates, 16
+  // samples, ms, packed and read twice (memory at 46 to 50 GB/s; at 80 the two are 35 to 40 and 27, r = 0.5, without the release):
+  //   r        0           0.25        0.5         0.6         0.75        0.9
+  //   fp32     54.3 49.1   65.5 52.6   51.7 49.8   51.3 52.7   43.8 47.3   31.7 42.2
+  //   bf16                             49.8 33.4   42.4 31.4   35.5 29.9   25.3 25.3
+  // Groups of 32: sums, 8 bytes a coordinate, come from memory once a group, too.
+  const dprs_order twice = {DPRS_TWICE, 32, 4, 2048, 0, 1};
+  if (2 * (s.row.made + s.row.again) > kSharedCache) return twice;
   if (s.group() >= 4) return {DPRS_TILES, s.group(), 4, 2048, 0, 1};
-  if (s.pair() > kSharedCache) {
-    // Packed values go to memory and come back, and before they go the lines for them come: three times their bytes. Of 16 bits,
-    // which are packed in 32, or where most is kept, reading gradients again is less. 11M, 16 samples, packed and read twice, ms:
-    //   r        0.25        0.4         0.5         0.7         0.9
-    //   bf16     48.6 34.3               44.7 35.1   32.2 29.3   17.4 23.1
-    //   fp32     50.5 45.6   44.5 43.3   the same
-    if (20 * s.row.packed > 11 * s.row.whole) return {DPRS_TWICE, 32, 2, 4096, 8192, 1};
-    return {DPRS_TILES, 4, 2, 3072, 4096, 1};   // sums half as often
-  }
+  if (s.pair() > kSharedCache && 2 * s.row.packed > s.row.whole) return twice;
+  if (s.pair() > kSharedCache) return {DPRS_TILES, 4, 2, 3072, 4096, 1};   // sums half as often
   // A distance of a tile or more is followed from one parameter to the next, a shorter one goes on behind the row's end: 2^20
   // coordinates in 1000 tensors (64 samples) took 13.3 ms with 3 and 4 KB, 9.3 with 4 and 6, one tensor 5.5 with both.
   if (s.row.packed > s.row.again) return {DPRS_TILES, 2, 2, 4096, 6144, 1};

@@ -98,31 +98,38 @@ template <Into Where = Into::first, class T> DPRS_INLINE void ask(const T* word,
     __builtin_prefetch(reinterpret_cast<const char*>(word) + at, 0, Where == Into::first ? 3 : Where == Into::second ? 2 : 0);
 }
 
-// Kept values of a row, as norms.h packs them beside its squares.
-template <class T, class P>
-inline void pack_row(const T* row, const uint32_t* keep, uint32_t blocks, int64_t length, int64_t ahead, P* to) {
+// Kept values of some rows, as norms.h packs them beside their squares: to[r]. Side by side, since a core reads several places
+// sooner than one, and asked for as norms ask (ask.h), early only where `early` says so.
+template <int Count, class T, class P>
+inline void pack_rows(const T* const* rows, const uint32_t* keep, uint32_t blocks, int64_t length, int64_t ahead, int64_t early,
+                      P* const* to) {
+  int64_t count = 0;   // of each
   for (int64_t begin = 0; begin < length; begin += kBlock) {
     if (!(blocks >> begin / kBlock & 1)) continue;
-    to = fold_words<1>(&row, keep, begin, least(begin + kBlock, length), to,
-                       [ahead](P* next, const T* const* p, int64_t from, int64_t, uint32_t word) {
+    count = fold_words<Count>(rows, keep, begin, least(begin + kBlock, length), count,
+                              [=](int64_t n, const T* const* p, int64_t from, int64_t, uint32_t word) {
       for (int v = 0; v < kVectors; ++v) {
-        ask(reinterpret_cast<const T*>(reinterpret_cast<const char*>(p[0] + from) + ahead), v);
+        for (int r = 0; r < Count; ++r) {
+          const char* at = reinterpret_cast<const char*>(p[r] + from);
+          if (early > 0) ask<Into::once>(reinterpret_cast<const T*>(at + early), v);
+          ask(reinterpret_cast<const T*>(at + ahead), v);
+        }
         if constexpr (sizeof(P) == 8) {
           for (int l = v * kStep; l < (v + 1) * kStep; l += kLanes) {
             const uint32_t bits = some_bits(word, l, kLanes);
-            pack(next, load<f64v>(p[0] + from + l), bits);
-            next += count_bits(bits);
+            for (int r = 0; r < Count; ++r) pack(to[r] + n, load<f64v>(p[r] + from + l), bits);
+            n += count_bits(bits);
           }
         } else {
           const uint32_t bits = some_bits(word, v * kStep, kStep);
-          pack(next, load_f32(p[0] + from + v * kStep), bits);
-          next += count_bits(bits);
+          for (int r = 0; r < Count; ++r) pack(to[r] + n, load_f32(p[r] + from + v * kStep), bits);
+          n += count_bits(bits);
         }
       }
-      return next;
+      return n;
     });
   }
-  clear_word(to);
+  for (int r = 0; r < Count; ++r) clear_word(to[r] + count);
 }
 
 }  // namespace DPRS_ISA

@@ -39,44 +39,51 @@ template <class T> DPRS_INLINE const T* summed(const Accumulate& a, const double
   return factors[i * a.clip.segments] != 0 ? values : reinterpret_cast<const T*>(kZeros);
 }
 
-// row(i, r): the values of row i of the group, `length` of them, the r-th of those at hand.
-template <class T, Sum How, class Row>
+// rows_from(i, count, rows): where the values of rows [i, i + count) of the group lie, `length` of each.
+template <class T, Sum How, class RowsFrom>
 DPRS_INLINE void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length,
-                              Row row) {
+                              RowsFrom rows_from) {
   const double* factors = part.factors + a.clip.segment_of[tile.param];
   for_rows(some, kRows, [&](int64_t i, auto rows_at_once) {
     constexpr int Count = decltype(rows_at_once)::value;
     const T* rows[Count];
-    for (int r = 0; r < Count; ++r) rows[r] = summed(a, factors, i + r, row(i + r, r));
+    rows_from(i, rows_at_once, rows);
+    for (int r = 0; r < Count; ++r) rows[r] = summed(a, factors, i + r, rows[r]);
     add_rows<T, How, Count>(rows, factors + i * a.clip.segments, a.clip.segments, length, part.acc + 8 * tile.sum);
   });
 }
 
-template <class T, class Row>
-void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length, Row row) {
+template <class T, class RowsFrom>
+void sums_of_rows(const Accumulate& a, const Part& part, const Tile& tile, RowRange some, int64_t length, RowsFrom from) {
   constexpr Sum kSmall = sizeof(T) < 8 ? Sum::small : Sum::integer;
-  if (!a.integers) sums_of_rows<T, Sum::real>(a, part, tile, some, length, row);
-  else if (a.small) sums_of_rows<T, kSmall>(a, part, tile, some, length, row);
-  else sums_of_rows<T, Sum::integer>(a, part, tile, some, length, row);
+  if (!a.integers) sums_of_rows<T, Sum::real>(a, part, tile, some, length, from);
+  else if (a.small) sums_of_rows<T, kSmall>(a, part, tile, some, length, from);
+  else sums_of_rows<T, Sum::integer>(a, part, tile, some, length, from);
 }
 
 template <class T>
 void sums_of_tile_as(const Accumulate& a, Scratch& own, const Part& part, const Tile& tile, int64_t k, RowRange some) {
   typedef typename PackedOf<T>::type P;
-  const auto gathered = [&](int64_t i, int r) {
-    return row_of<T>(a.grads, tile, first_of(a, part, k) + i, reinterpret_cast<T*>(own.rows[r]));
+  const auto gathered = [&](int64_t i, auto count, const T** rows) {
+    for (int r = 0; r < count.value; ++r)
+      rows[r] = row_of<T>(a.grads, tile, first_of(a, part, k) + i + r, reinterpret_cast<T*>(own.rows[r]));
   };
   if (tile.kept == Kept::none) return;
   if (tile.slot >= 0) {
-    const auto from_slot = [&](int64_t i, int) { return packed_of<T>(part, tile, i); };
+    const auto from_slot = [&](int64_t i, auto count, const P** rows) {
+      for (int r = 0; r < count.value; ++r) rows[r] = packed_of<T>(part, tile, i + r);
+    };
     sums_of_rows<P>(a, part, tile, some, padded(tile.count), from_slot);
   } else if (tile.kept == Kept::all) {
     sums_of_rows<T>(a, part, tile, some, tile.length, gathered);
   } else {
-    const auto anew = [&](int64_t i, int r) {
-      P* to = reinterpret_cast<P*>(own.packed[r]);
-      pack_row(gathered(i, r), a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, to);
-      return to;
+    const auto anew = [&](int64_t i, auto count, const P** rows) {
+      constexpr int Count = decltype(count)::value;
+      const T* whole[Count];
+      P* to[Count];
+      gathered(i, count, whole);
+      for (int r = 0; r < Count; ++r) rows[r] = to[r] = reinterpret_cast<P*>(own.packed[r]);
+      pack_rows<Count>(whole, a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, a.order.early, to);
     };
     sums_of_rows<P>(a, part, tile, some, padded(tile.count), anew);
   }

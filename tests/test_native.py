@@ -269,7 +269,7 @@ ANY, ZEN5, ZEN4 = range(3)   # dprs_make
 
 
 def chosen(make, *, packed=0, made=0, again=0, whole=None, sums=10**6, samples=256, threads=2, exact=True):
-    whole = 2 * packed if whole is None else whole   # of fp32, half of it dropped
+    whole = 2 * packed if whole is None else whole   # of fp32, half of it dropped or more
     found = native.loaded().dprs_choose_order(packed, made, again, whole, sums, samples, threads, exact, make)
     return cpu.SPLITS[found.split], found.group, found.at_once, found.ahead, found.early, found.cache
 
@@ -289,11 +289,11 @@ def test_the_order_goes_by_sizes_and_the_cpu():
     assert chosen(ZEN5, **small, threads=64) == ("tiles", 64, 4, 2048, 0, 1)   # and for 64, where barriers count
     assert chosen(ZEN5, **cnn) == ("samples", 2, 2, 4096, 6144, 1)
     assert chosen(ZEN5, **cnn, threads=8) == ("tiles", 2, 2, 4096, 6144, 1)   # eight threads' sums leave that cache
-    assert chosen(ZEN5, **huge, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096, 1)
-    assert chosen(ZEN5, **huge, whole=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)   # 16 bits, packed in 32
-    assert chosen(ZEN5, packed=8 << 20, whole=40 << 20, sums=8 << 20)[0] == "tiles"   # of which little is kept
-    assert chosen(ZEN5, made=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)   # outer products: made again, not stored
-    assert chosen(ZEN5, again=30 << 20) == ("twice", 32, 2, 4096, 8192, 1)
+    assert chosen(ZEN5, **huge, whole=80 << 20, sums=8 << 20) == ("tiles", 4, 2, 3072, 4096, 1)   # little is kept
+    assert chosen(ZEN5, **huge, whole=59 << 20, sums=8 << 20) == ("twice", 32, 4, 2048, 0, 1)   # half of it
+    assert chosen(ZEN5, **huge, whole=30 << 20) == ("twice", 32, 4, 2048, 0, 1)   # 16 bits, packed in 32
+    assert chosen(ZEN5, made=30 << 20) == ("twice", 32, 4, 2048, 0, 1)   # outer products: made again, not stored
+    assert chosen(ZEN5, again=30 << 20) == ("twice", 32, 4, 2048, 0, 1)
     assert chosen(ZEN5, again=2_200_000, sums=551_000) == ("tiles", 2, 2, 3072, 4096, 1)
     assert chosen(ZEN4, **small) == ("samples", 2, 2, 4096, 8192, 2)
     assert chosen(ZEN4, **plain) == ("samples", 4, 4, 4096, 8192, 2)
