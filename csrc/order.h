@@ -65,7 +65,7 @@ inline dprs_order order_on_zen5(const Sizes& s) {
   // Rows that no cache holds. Outer products and strided gradients are made twice sooner than packed in memory: 16 of 4096 x 4096
   // in 26 ms in the place of 58. Packed values go to memory and come back, and before they go the lines for them come: three times
   // their bytes. Where most is kept, or of 16 bits, which are packed in 32, reading gradients again is less. 11M coordinates, 16
-  // samples, ms, packed and read twice (memory at 46 to 50 GB/s; at 80 the two are 35 to 40 and 27, r = 0.5, without the release):
+  // samples, ms, packed and read twice (memory at 46 to 50 GB/s):
   //   r        0           0.25        0.5         0.6         0.75        0.9
   //   fp32     54.3 49.1   65.5 52.6   51.7 49.8   51.3 52.7   43.8 47.3   31.7 42.2
   //   bf16                             49.8 33.4   42.4 31.4   35.5 29.9   25.3 25.3

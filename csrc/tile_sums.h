@@ -83,7 +83,7 @@ void sums_of_tile_as(const Accumulate& a, Scratch& own, const Part& part, const 
       P* to[Count];
       gathered(i, count, whole);
       for (int r = 0; r < Count; ++r) rows[r] = to[r] = reinterpret_cast<P*>(own.packed[r]);
-      pack_rows<Count>(whole, a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, a.order.early, to);
+      pack_rows<Count>(whole, a.keep + tile.padded / kWord, tile.blocks, tile.length, a.order.ahead, to);
     };
     sums_of_rows<P>(a, part, tile, some, padded(tile.count), anew);
   }
