@@ -53,10 +53,12 @@ template <class T, Ask How> struct Asks {
   DPRS_INLINE const Asked<T, How>& at(int64_t column) const { return How == Ask::once && column >= turn ? next : here; }
 };
 
+// Bytes by which places of rows that are read together differ, beside the rows' own distance.
+template <Ask How> constexpr int64_t kApart = How == Ask::once ? 64 : 0;
+
 // What comes behind `rows` in memory. Twice without an early distance: the line that is read, which costs an instruction.
 template <Ask How, class T> DPRS_INLINE Asks<T, How> behind(const Accumulate& a, Rows<const T> rows) {
-  constexpr int64_t kApart = How == Ask::once ? 64 : 0;
-  const Asked<T, How> here = {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step + kApart}};
+  const Asked<T, How> here = {{rows.first + a.order.early, rows.step}, {rows.first + a.order.ahead, rows.step + kApart<How>}};
   return {here, here, kTile};
 }
 
@@ -134,7 +136,7 @@ class Asker {
   template <Ask How, class T>
   DPRS_INLINE Asks<T, How> at(const Accumulate& a, const Work& work, const Tile& tile, Rows<const T> rows) {
     Asks<T, How> asks = behind<How>(a, rows);
-    if (ahead == 0) return asks;   // nothing is whole
+    if (ahead == 0) return asks;   // less than a tile and not near, or no tile to follow
     if (!is_followed(tile)) {
       asks.here = {rows, rows.from(kBlock)};
       return asks;
@@ -146,7 +148,7 @@ class Asker {
       const int64_t whole = tile.length / kBlock * kBlock, distance = (a.order.ahead / kWidth + kBlock - 1) / kBlock * kBlock;
       asks.turn = whole > distance ? whole - distance : 0;
       char* const first = firsts[now] - kWidth * asks.turn;
-      asks.next = {{first, steps[now]}, {first, steps[now] + asks.here.again.step - rows.step}};
+      asks.next = {{first, steps[now]}, {first, steps[now] + kApart<How>}};
     } else {
       asks.here = {{firsts[now] + rest, steps[now]}, {firsts[again], steps[again]}};
     }
